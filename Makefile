@@ -4,7 +4,7 @@ BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 # Two busy processes with several threads each slow one another down on a small machine.
 export OMP_NUM_THREADS ?= 1
-# Images set it; each of the hundreds of processes that tests start would compile the project anew.
+# Container images set it. Without bytecode, each of the hundreds of processes that tests start would compile the project.
 unexport PYTHONDONTWRITEBYTECODE
 CODE := certizoo zoo certify trainers tuning *.py benchmarks docs tests
 
@@ -15,10 +15,10 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; some packages hold files of other Pythons
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; some packages contain files for other Python versions
 	touch $@
 
-# Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Runs again from where it stopped.
+# Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Resumes where it stopped.
 demo: install
 	test -f data/digits/digits.json || certizoo shards digits data/digits
 	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo certify.workers=2 \
@@ -26,14 +26,14 @@ demo: install
 	certizoo registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 
-# The documentation site: build/site/index.html. Anything that MkDocs warns of fails. The table of the zoo takes a minute, and
-# is kept until the code of zoo changes.
+# The documentation site: build/site/index.html. Every warning of MkDocs is an error. The table of the zoo takes a minute and is
+# cached until the code of zoo changes.
 docs: install
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
 	@echo 'the site: build/site/index.html'
 
-# File by file on two processes, so that what a file sets up is set up once; in the order of tests/conftest.py, which
-# pytest-xdist would undo. One room: make test PKG=certify/stage
+# Two processes, each running whole files, so that a file's fixtures are set up once, in the order of tests/conftest.py. One
+# folder: make test PKG=certify/stage
 test: install
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' tests/$(PKG)
 

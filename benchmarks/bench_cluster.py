@@ -76,7 +76,7 @@ def lines(path: Path) -> int:
 def main() -> None:
     """Measure, compare, print, and write benchmarks/results/cluster_cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--handover", type=Path, help="of a model of CIFAR-10")
+    parser.add_argument("--handover", type=Path, help="hand-over of a CIFAR-10 model")
     parser.add_argument("--shards", type=Path)
     parser.add_argument("--images", type=int, default=360)
     parser.add_argument("--method", default="lofast")

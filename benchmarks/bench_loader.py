@@ -44,13 +44,13 @@ EPOCH, SEED = 0, 0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root")
-    parser.add_argument("--train", default="imagenet1k-sample-*.tar", help="the shards")
+    parser.add_argument("--train", default="imagenet1k-sample-*.tar", help="names of the shards")
     parser.add_argument("--img-size", type=int, default=224)
     parser.add_argument("--augment", default="inception")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 1))
     parser.add_argument("--interpolation", default="bilinear")
-    parser.add_argument("--copies", type=int, default=4, help="of every shard in an epoch")
+    parser.add_argument("--copies", type=int, default=4, help="copies of every shard in an epoch")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     keep_freed_memory()  # as a training on a CPU does
@@ -125,7 +125,7 @@ def quartiles(ratios: Iterable[float]) -> dict[str, float]:
 
 
 def seconds(make: Callable[[], Iterable[object]]) -> Seconds:
-    """Time one epoch, including loader processes: they have ended and been waited for."""
+    """Time one epoch, loader processes included: all of them have ended."""
     cpu, wall = cpu_seconds(), time.perf_counter()
     for _ in make():
         pass

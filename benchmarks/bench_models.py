@@ -1,8 +1,10 @@
-"""Certificates of models that people have: which are accepted, by which method, with which radii, in what time.
+"""Certificates of common models: which are accepted, by which method, with which radii, at what cost.
 
-Classes of torch, torchvision and timm as they are, with 10 classes and images of 32 x 32 pixels, random weights,
-running statistics of random images, and the model's own answers as labels. The radii say how much of a method's bound
-is left behind so many layers, not how robust a trained model is.
+Classes of torch, torchvision, timm and other libraries as they are (benchmarks/common_models.py), with random weights,
+running statistics of random images and the model's own answers as labels: their radii say how much of a bound is left
+after so many layers. The trained ones learn a few minutes on CIFAR-10 ($CERTIZOO_DATA, or data/cifar10), and are
+certified at test images with their true labels. Every radius is attacked by gradient ascent in float64; a beaten one
+ends the program. Seconds are those of one CPU core; every model has a process of its own, whose memory is measured.
 
     python -m benchmarks.bench_models                       # all, to benchmarks/results/models_cpu.json
     python -m benchmarks.bench_models --only resnet18 deit
@@ -10,68 +12,39 @@ is left behind so many layers, not how robust a trained model is.
 
 import argparse
 import json
+import multiprocessing
+import os
+import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import zoo  # noqa: F401  (repairs torchvision before timm imports it)
+from benchmarks.common_models import MODELS, SIZE, TRAINED, Make
 from benchmarks.record import RESULTS, circumstances, write
-from certify import explain
-from certify.graph.model import NotCaptured, with_rules
+from certify.api import certifier, radius_of
+from certify.graph.model import NotCaptured
+from certify.methods import products
+from certizoo import UserError, shards
 
-IMAGES, SIZE, CLASSES = 2, 32, 10
-
-
-def plain() -> nn.Module:
-    """Return a conv net with batch normalisation and pooling."""
-    layers: list[nn.Module] = []
-    for width, out in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(width, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, CLASSES))
+IMAGES, LARGE = 2, 2e7  # models with more products a forward pass are certified at one image
+STEPS, BUDGET, SMALL = 8, 1e10, 1e6  # of the ascent; products of its forward passes, ten times that for small models
+TOGETHER = 2**27  # products of the starts that take a step together
+EPOCHS, EXAMPLES, BATCH = 4, 4000, 64
+Row = dict[str, Any]
 
 
-def of_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, num_classes=CLASSES, **options)
-
-    return make
+class Beaten(Exception):
+    """An attack found another class within a certified radius."""
 
 
-def of_torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import torchvision
-
-        made: nn.Module = getattr(torchvision.models, name)(num_classes=CLASSES, **options)
-        return made
-
-    return make
-
-
-PATCHES = {"img_size": SIZE, "patch_size": 4}
-VIT = {"image_size": SIZE, "patch_size": 4, "num_layers": 6, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain CNN": plain,
-    "torchvision resnet18": of_torchvision("resnet18"),
-    "torchvision VisionTransformer": of_torchvision("VisionTransformer", **VIT),
-    "torchvision mobilenet_v2": of_torchvision("mobilenet_v2"),
-    "timm resnet18": of_timm("resnet18"),
-    "timm resnet10t": of_timm("resnet10t"),
-    "timm vit_tiny": of_timm("vit_tiny_patch16_224", **PATCHES),
-    "timm deit_tiny": of_timm("deit_tiny_patch16_224", **PATCHES),
-    "timm convnext_atto": of_timm("convnext_atto"),
-    "timm mixer": of_timm("mixer_s16_224", img_size=SIZE),
-    "timm swin_tiny": of_timm("swin_tiny_patch4_window7_224", img_size=SIZE, window_size=4),
-    "timm efficientnet_b0": of_timm("efficientnet_b0"),
-}
-
-
-def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
-    """Return one row: the answer, the method, the median radius, and the seconds of capture and of an image."""
+def at_random(make: Make) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a model with random weights and settled statistics, random images, and its answers."""
     torch.manual_seed(0)
     model = make()
     with torch.no_grad():
@@ -80,36 +53,128 @@ def measured(make: Callable[[], nn.Module]) -> dict[str, Any]:
                 nn.init.normal_(layer.weight, std=0.02)
         for _ in range(5):
             model.train()(torch.rand(16, 3, SIZE, SIZE))
-        images = torch.rand(IMAGES, 3, SIZE, SIZE)
-        labels = model.eval()(images).argmax(-1)
-    row: dict[str, Any] = {"parameters": sum(weight.numel() for weight in model.parameters())}
-    start = time.perf_counter()
+        images = torch.rand(1 if products(model, (3, SIZE, SIZE)) > LARGE else IMAGES, 3, SIZE, SIZE)
+        return model, images, model.eval()(images).argmax(-1)
+
+
+def trained(make: Make, factor: float) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a model that has learned CIFAR-10 for a few epochs, and test images that it classifies correctly."""
+    (images, labels), (tests, answers) = _cifar10("train", EXAMPLES), _cifar10("test", 64)
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    for _ in range(EPOCHS):
+        for index in torch.randperm(len(labels)).split(BATCH):
+            loss = cross_entropy(factor * model(images[index]), labels[index])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        correct = (model.eval()(tests).argmax(-1) == answers).nonzero()[: 2 * IMAGES, 0]
+    return model, tests[correct], answers[correct]
+
+
+def _cifar10(split: str, count: int) -> tuple[Tensor, Tensor]:
+    root = os.environ.get("CERTIZOO_DATA", "data/cifar10")
+    config = shards.DataConfig("cifar10", root, "cifar10-train-*.tar", "cifar10-test-*.tar", 10, SIZE)
+    loader = shards.eval_loader(shards.find(config, split), config, batch_size=count, limit=count)
+    _, images, labels = next(iter(loader))
+    return images, labels
+
+
+def measured(model: nn.Module, images: Tensor, labels: Tensor, budget: float = BUDGET) -> Row:
+    """Return one row: accepted or what is missing, method, radii, seconds, and the attack."""
+    cost = products(model, (3, SIZE, SIZE))
+    row: Row = {"parameters": sum(weight.numel() for weight in model.parameters()), "products": cost}
+    start = time.process_time()
     try:
-        with_rules(model, images, labels)
+        made = certifier(model, "auto", nonce="bench", batch=(images, labels))
     except NotCaptured as refused:
-        return row | {
-            "accepted": False,
-            "missing": sorted({f"{fault.operation}: {fault.reason}" for fault in refused.faults}),
-        }
-    row |= {"accepted": True, "capture_s": round(time.perf_counter() - start, 2)}
-    start = time.perf_counter()
-    found = explain(model, images, labels, nonce="bench")
-    seconds = (time.perf_counter() - start - row["capture_s"]) / IMAGES
-    radius = float(found.radius_B.median())
-    return row | {"method": found.method, "median_radius": float(f"{radius:.3g}"), "image_s": round(seconds, 2)}
+        missing = sorted({f"{fault.operation}: {fault.reason}" for fault in refused.faults})
+        return row | {"accepted": False, "missing": missing}
+    row |= {"accepted": True, "method": type(made).__name__.lower(), "capture_s": _seconds(start)}
+    start = time.process_time()
+    radius_B = radius_of(made.analyse(images, labels))
+    row |= {"images": len(images), "image_s": round(_seconds(start) / len(images), 1)}
+    row |= {"radii": [float(f"{radius:.3g}") for radius in radius_B.tolist()]}
+    row["median_radius"] = float(f"{float(radius_B.median()):.3g}")
+    starts = max(8, int((10 if cost < SMALL else 1) * budget / (STEPS * 2 * cost * len(images))))
+    return row | {"starts": attacked(model, images, labels, radius_B, starts, max(8, TOGETHER // cost))}
+
+
+def _seconds(start: float) -> float:
+    return round(time.process_time() - start, 1)
+
+
+def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int, together: int) -> int:
+    """Search for another class within each radius, from this many starts an image; return how many were made.
+
+    Normalised steps along the gradient of the margin, in float64, and back onto the ball. Raises Beaten.
+    """
+    wide, made = model.double(), 0
+    torch.manual_seed(1)
+    for image, label, radius in zip(images.double(), labels, radius_B.tolist(), strict=True):
+        for size in map(len, torch.arange(starts).split(together)):
+            delta = _length(torch.randn(size, *image.shape).double(), radius)
+            for step in range(STEPS):
+                logits = wide(image + delta.requires_grad_())
+                others = logits.index_fill(1, label, -torch.inf).amax(1)
+                if bool((others >= logits[:, label]).any()):
+                    raise Beaten(f"an image of {type(model).__name__} has another class within {radius:.6g}")
+                (g,) = torch.autograd.grad((others - logits[:, label]).sum(), delta)
+                towards = delta.detach() + _length(g, radius * (1.0 if step < STEPS // 2 else 0.3))
+                delta = _length(towards, radius)
+            made += size
+    return made
+
+
+def _length(x: Tensor, length: float) -> Tensor:
+    """Return x scaled to this length, image by image: the worst point of a ball lies nearly always on its sphere."""
+    return length * x / x.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
+
+
+def row_of(name: str, budget: float = BUDGET) -> Row:
+    """Return the row of one model; one that cannot be made says why."""
+    try:
+        model, images, labels = trained(*TRAINED[name]) if name in TRAINED else at_random(MODELS[name])
+    except ImportError as absent:
+        return {"accepted": False, "missing": [f"not installed: {absent}"]}
+    return measured(model, images, labels, budget)
+
+
+def in_a_process(work: Callable[[str], Row], name: str) -> Row:
+    """Return work(name), computed in a process of its own, and its peak memory in MiB."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_with_memory, (work, name))
+
+
+def _with_memory(work: Callable[[str], Row], name: str) -> Row:
+    torch.set_num_threads(1)
+    try:
+        row = work(name)
+    except UserError as refused:
+        row = {"accepted": False, "missing": [str(refused)]}
+    return row | {"memory_MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="words of names")
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="measure only models whose names contain a WORD"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"products of the attack of a model (default: {BUDGET:g})"
+    )
+    args = parser.parse_args()
+    only = args.only
     file = RESULTS / "models_cpu.json"
-    rows = json.loads(file.read_text())["models"] if only and file.is_file() else {}
-    for name, make in MODELS.items():
+    rows: dict[str, Row] = json.loads(file.read_text())["models"] if only and file.is_file() else {}
+    for name in (*MODELS, *TRAINED):
         if not only or any(word in name for word in only):
-            rows[name] = measured(make)
+            rows[name] = in_a_process(partial(row_of, budget=args.budget), name)
             print(name, rows[name], flush=True)
-            write("models_cpu", circumstances() | {"images": IMAGES, "img_size": SIZE, "models": rows})  # row by row
+            made = circumstances() | {"command": "python -m benchmarks.bench_models"}  # whichever rows were made last
+            write("models_cpu", made | {"img_size": SIZE, "steps": STEPS, "models": rows})
 
 
 if __name__ == "__main__":

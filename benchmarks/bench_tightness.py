@@ -89,7 +89,9 @@ def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="TYPE", help="only these module types; nothing is recorded")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TYPE", help="module types to measure, without writing the results (default: all)"
+    )
     only = parser.parse_args().only
     rows = list(all_rows(lambda kind: not only or kind.__name__ in only))
     columns = ("rule", "bound", "attacked", "compared", "least", "median", "seconds")

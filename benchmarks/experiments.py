@@ -50,7 +50,7 @@ Figures = dict[str, float]  # per cent, by column
 
 @dataclass(frozen=True)
 class Row:
-    """One of our models, its name in the paper, the paper's figures in per cent, and what the row sets besides."""
+    """One of our models, its name in the paper, the paper's figures in per cent, and the row's other settings."""
 
     model: str
     method: str
@@ -106,7 +106,7 @@ def certified(run: Training, table: "Table") -> Figures:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of a paper at reduced size.
 
     `columns` name the figures of a row, which `measure` computes on `images`; `script` is the trainer of all rows.
     """
@@ -155,12 +155,12 @@ IMAGENETTE = (
     "AdamW, cosine (SGD); no CutMix and Mixup; scaled cosine attention in standard blocks stands for LipsFormer; the "
     "attacks keep the worst of all points they visit"
 )
-# lambda 1e-4 is the paper's for SGD; AdamW normalises its steps, so that 1e-2 is what acts.
+# lambda 1e-4 is the paper's for SGD; AdamW normalises its steps, so 1e-2 is needed for an effect.
 STRONG = tuple(f"penalty.lambda_{branch}=1e-2" for branch in "qkv")
 
 
 def imagenette(name: str, figures: Sequence[tuple[float, ...]]) -> tuple[Row, ...]:
-    """Return the rows of the table on Imagenette, with the published figures, and one more of a larger lambda."""
+    """Return the rows of the table on Imagenette, with the published figures, and one row with a larger lambda."""
     rows = [replace(row, published=each) for row, each in zip(DEIT_TI.rows, figures, strict=True)]
     options = (*STRONG, f"name={name}-spec_deit_ti_strong-s${{seed}}")
     return (*rows, replace(rows[-1], method="SpecFormer (MSVP), lambda 1e-2", options=options))
@@ -208,7 +208,7 @@ TABLES = {
     ),
     "lofast_table1": Table(
         source="LoFAST, Table 1: ViTs of 128 features, CIFAR-10, standard training, certified by Theorem 1 at L2 radii",
-        differs="neither how it trained nor the caps of its table are said there: 30 epochs, AdamW without weight "
+        differs="the paper states neither its training nor the caps of this table: 30 epochs, AdamW without weight "
         "decay, batch 512, W_V and W_O at most 0.25; CIFAR-10 as JPEG if the shards are",
         columns=("0.02", "0.05", "0.1"),
         rows=(
@@ -245,7 +245,7 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
 
 
 def command(name: str, overrides: Sequence[str], at_once: int) -> str:
-    """Return the command that makes the same table elsewhere."""
+    """Return the command that makes the same table on another machine."""
     words = ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
     options = [f"--at-once {at_once}"] if at_once > 1 else []
     return f"make experiment NAME={name} ARGS='{' '.join([*options, *words])}'"
@@ -286,7 +286,7 @@ def train(script: str, run: Training, to_file: bool) -> None:
         ended = subprocess.run(words, cwd=ROOT, env=environment, stdout=out, stderr=out)
     if ended.returncode:
         said = log if to_file else "its output"
-        raise UserError(f"{run.folder.name} did not finish; mend what {said} says and run the command again")
+        raise UserError(f"{run.folder.name} did not finish; fix the error in {said} and run the command again")
 
 
 def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
@@ -329,15 +329,15 @@ def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line, with options before, between and after the other words."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=", ".join(TABLES))
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings side by side")
-    parser.add_argument("overrides", nargs="*", help="of the experiment, as the trainers take them")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings that run at the same time")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, as the trainers take them")
     return parser.parse_intermixed_args(words)
 
 
 def main() -> None:
     options = asked()
     if options.at_once < 1:
-        raise UserError(f"--at-once {options.at_once} does not work; give at least 1")
+        raise UserError(f"--at-once {options.at_once} is invalid; give at least 1")
     share = max(1, len(os.sched_getaffinity(0)) // options.at_once)  # of the cores, for measuring and for training
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(share))))
     run(options.name, options.overrides, options.at_once)

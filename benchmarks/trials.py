@@ -113,12 +113,21 @@ def show(result: Result) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="of this run, at least")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="M", help="stop behind the model then")
+    parser.add_argument("--trials", type=int, default=1_000_000, metavar="N", help="least number of trials of this run")
     parser.add_argument(
-        "--backbones", nargs="+", default=list(STARTS), choices=STARTS, metavar="B", help="skip models of others"
+        "--minutes", type=float, default=float("inf"), metavar="M", help="time limit; the model in progress is finished"
     )
-    parser.add_argument("--redteam", action="store_true", help="every second model with weights that have climbed")
+    parser.add_argument(
+        "--backbones",
+        nargs="+",
+        default=list(STARTS),
+        choices=STARTS,
+        metavar="B",
+        help="backbones to test (default: all)",
+    )
+    parser.add_argument(
+        "--redteam", action="store_true", help="give every second model weights found by gradient ascent"
+    )
     arguments = parser.parse_args()
     end, result = time.monotonic() + 60 * arguments.minutes, begun()
     first = next_seed(result)

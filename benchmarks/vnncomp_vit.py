@@ -90,7 +90,7 @@ def instances(folder: Path) -> dict[str, list[Instance]]:
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
     except csv.Error as error:
-        raise UserError(f"{folder}/instances.csv is no table ({error}); fetch it again") from None
+        raise UserError(f"{folder}/instances.csv is not a table ({error}); fetch it again") from None
     if not 0 < len(lines) <= MAX_INSTANCES or any(len(line) != 3 for line in lines):
         raise UserError(f"{folder}/instances.csv has to be up to {MAX_INSTANCES} lines of net,property,seconds")
     found: dict[str, list[Instance]] = {}
@@ -117,7 +117,7 @@ def ball(said: vnnlib.Property, model: ViT, shape: tuple[int, ...], name: str) -
     lower, upper = (torch.from_numpy(side).view(shape) * std + mean for side in (said.lower_I, said.upper_I))
     middle = (lower + upper) / 2
     if bool(((middle < -OUTSIDE) | (middle > 1 + OUTSIDE)).any()):
-        raise UserError(f"{name} has a box beyond pixels in [0,1]; certificates speak of images in [0,1]")
+        raise UserError(f"{name} has a box that is not within [0,1]; give one of pixels in [0,1]")
     middle = middle.clamp(0, 1)
     eps = float(torch.maximum(upper - middle, middle - lower).max()) * (1 + OUT) + OUT
     return Ball(middle[None], eps, said.label)
@@ -241,9 +241,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--method", default="best", choices=METHODS)
     parser.add_argument("--instances", type=int, metavar="N", help="only the first N of each net")
-    parser.add_argument("--seconds", type=float, default=np.inf, help="start none of a net after so many")
-    parser.add_argument("--radii", type=int, default=0, metavar="N", help="search the radius of N unknown ones a net")
-    parser.add_argument("--nonce", help="repeats a result")
+    parser.add_argument("--seconds", type=float, default=np.inf, help="time limit of a net: start no instance after it")
+    parser.add_argument(
+        "--radii", type=int, default=0, metavar="N", help="find the certified radius of N undecided instances a net"
+    )
+    parser.add_argument("--nonce", help="nonce of the result to reproduce")
     parser.add_argument("--record", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 

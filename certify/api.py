@@ -18,6 +18,7 @@ from certizoo import UserError
 from certizoo.inputs import require_numbers, require_radius
 from certizoo.nearest import unknown
 from certizoo.text import shown
+from zoo.bounds.rule_table import NoRule
 
 MAX_EPS = 2.0**10  # far above the diameter of any image's box, in either norm
 TOLERANCE = 2.0**-9  # relative precision of a radius
@@ -60,9 +61,16 @@ def certifier(
     if not isinstance(method, str) or method not in NAMES:
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
-        raise UserError(f"nonce={shown(nonce)} is no text; pass one such as 'n1f3', or None to draw one")
-    made, norm = METHODS[named(method, model)], known(norm)
-    return made(model if batch is None else with_rules(model, *batch), nonce, norm)
+        raise UserError(f"nonce={shown(nonce)} is not a string; pass one such as 'n1f3', or None to draw one")
+    shape = tuple(batch[0].shape[1:]) if batch is not None and isinstance(batch[0], Tensor) else None
+    name, norm = named(method, model, shape), known(norm)
+    given = model if batch is None else with_rules(model, *batch)
+    try:
+        return METHODS[name](given, nonce, norm)
+    except NoRule:
+        if method != AUTO or name == "lofast":
+            raise
+        return METHODS["lofast"](given, nonce, norm)  # a layer without a second order
 
 
 @outside_inference_mode
@@ -84,8 +92,8 @@ def certify(
         images_BCHW: (B, C, H, W) in [0,1], float32 or float64.
         labels_B: (B,), of any integer type.
         eps: one radius, or one per image.
-        method: "auto", or "lofast", "lofast_local", "adjoint", "image", "crown", "best". "auto" is "best" below 2^20
-            parameters, else "lofast".
+        method: "auto", or "lofast", "lofast_local", "adjoint", "image", "crown", "best". "auto" is "best" for a small
+            model of the zoo, "adjoint" for others up to 2^29 products a forward pass, else "lofast".
         nonce: a text that chooses the random starts of norms, so that a result can be reproduced. None draws one.
         norm: of the ball, "l2" or "linf".
 
@@ -147,7 +155,7 @@ def radius_of(analysis: Analysis) -> Tensor:
 def radius_given(eps: object, count: int, norm: str) -> float | Tensor:
     """Return eps, one or one per image, as a number or tensor of radii in the norm. Raises UserError if invalid."""
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating | Tensor):
-        raise UserError(f"eps={shown(eps)} is no number; pass a radius in [0,1] pixel space, such as 0.1")
+        raise UserError(f"eps={shown(eps)} is not a number; pass a radius in [0,1] pixel space, such as 0.1")
     if isinstance(eps, Tensor):
         return _radii_given(eps, count, norm)
     try:

@@ -10,8 +10,11 @@ Letters: B images.
 
 import argparse
 import importlib
+import inspect
 import re
+import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +32,16 @@ from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
 from certizoo import UserError
 from certizoo.attacks.loop import probing
-from certizoo.config.schema import Count, argument
+from certizoo.config.schema import Count, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
 from zoo.bounds.first_order import parts_of
 from zoo.bounds.rule_table import NoRule
+from zoo.primitives.folded import Folded
 
 SMALL = 1e-6  # radius at which a first-order rule is its slope
+FIRST, SECOND = ("lofast", "lofast_local", "best"), ("adjoint", "image")
 ADD = "add a rule for the module around it: docs, 'My own model'"
 
 
@@ -53,12 +58,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All layers of a model, the method that takes it (None: none does), and the certified radii of the images."""
+    """All layers of a model, the method that takes it (None: none does), and the certified radii of the images.
+
+    `seconds` an image are those of the processors; `memory` is the most that the process has had, in MiB.
+    """
 
     rows: tuple[Row, ...]
     method: str | None
     quantity: str
     radius_B: Tensor
+    methods: tuple[str, ...] = ()  # all that take it
+    seconds: float = 0.0
+    memory: int = 0
 
     @property
     def accepted(self) -> bool:
@@ -78,7 +89,9 @@ class Explanation:
         if self.method is None:
             return f"refused: {len(self.rows)} operations have no rule; {ADD}"
         radii = f"median {float(self.radius_B.median()):.3g}, largest {float(self.radius_B.max()):.3g}"
-        return f"accepted by {self.method}; certified L2 radii of {len(self.radius_B)} images: {radii}"
+        found = f"accepted by {self.method}; certified L2 radii of {len(self.radius_B)} images: {radii}"
+        cost = f"{self.seconds:.2g} s of processor time an image, {self.memory} MiB at most"
+        return f"{found}\n{cost}; methods: {', '.join(self.methods)}"
 
 
 def _number(value: float | None) -> str:
@@ -104,6 +117,7 @@ def explain(
     except NotCaptured as refused:
         rows = tuple(Row(fault.operation, fault.where, fault.reason) for fault in refused.faults)
         return Explanation(rows, None, "share", torch.zeros(len(labels_B)))
+    start = time.process_time()
     try:
         made: Certifier = Adjoint(given, nonce)
         method, second = "adjoint", ""
@@ -111,9 +125,13 @@ def explain(
         made, method, second = LoFAST(given), "lofast", f"first order only: {_reason(lacking)}"
     analysis = made.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
+    seconds = (time.process_time() - start) / max(1, len(labels_B))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     assert isinstance(analysis, Explained)
     breakdown = analysis.breakdown(torch.where(radius_B > 0, radius_B, SMALL))
-    return Explanation(tuple(_rows(made, images_BCHW, breakdown, second)), method, breakdown.quantity, radius_B)
+    rows = tuple(_rows(made, images_BCHW, breakdown, second))
+    methods = FIRST if second else (*FIRST, *SECOND)
+    return Explanation(rows, method, breakdown.quantity, radius_B, methods, seconds, memory)
 
 
 def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -124,7 +142,7 @@ def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 def _reason(lacking: NoRule) -> str:
-    return f"{lacking.module_type.__name__} has no second order"
+    return f"{lacking.module_type.__name__} has no second-order rule"
 
 
 def _rows(made: Certifier, images_BCHW: Tensor, breakdown: Breakdown, second: str) -> list[Row]:
@@ -154,8 +172,15 @@ def _plain(name: str) -> str:
 
 
 def _kinds(layer: Layer) -> str:
-    parts = [part if isinstance(part, str) else type(part).__name__ for part in parts_of(layer)]
+    parts = [kind for part in parts_of(layer) for kind in _kinds_of(part)]
     return ", ".join(dict.fromkeys(part for part in parts if part != "Identity")) or type(layer).__name__
+
+
+def _kinds_of(part: nn.Module | str) -> list[str]:
+    """Return the types of the modules that capture joined into one step, else that of the part."""
+    if isinstance(part, str):
+        return [part]
+    return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -169,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
         help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
     )
     top.add_argument("--img-size", type=argument(Count), help="side of the square images (default: the model's)")
-    top.add_argument("--weights", type=Path, metavar="FILE", help="a .safetensors file with the model's weights")
+    top.add_argument("--weights", type=as_path, metavar="FILE", help="a .safetensors file with the model's weights")
     top.add_argument("--images", type=argument(Count), default=2, metavar="N", help="random images (default: 2)")
     return top
 
@@ -187,6 +212,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
 
 
+def _made(module: str, function: str) -> nn.Module:
+    """Return what MODULE:FUNCTION makes. An error inside the function is the user's own and passes."""
+    sys.path.insert(0, "")
+    try:
+        make: Any = getattr(importlib.import_module(module), function)
+        inspect.signature(make).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{module}:{function} cannot be called ({error}); write MODULE:FUNCTION") from None
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{module}:{function} makes a {type(made).__name__}; it must return a torch.nn.Module")
+    return made
+
+
 def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
     import timm
@@ -199,16 +238,8 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
         return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
     if ":" in name:
         module, _, function = name.partition(":")
-        sys.path.insert(0, "")
-        make: Any = getattr(importlib.import_module(module), function, None)
-        if not callable(make):
-            raise UserError(f"{module} has no function {function}; write MODULE:FUNCTION")
-        return make(), size or 32, 3
-    if name in zoo.list_models():
-        options: dict[str, Any] = {} if size is None else {"img_size": size}
-        ours: Any = zoo.create_model(name, **options)
-        return ours, size or model_side(ours), int(zoo.model_options(name)["in_chans"])
-    if name not in timm.list_models():
+        return _made(module, function), size or 32, 3
+    if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)
     try:
@@ -216,13 +247,6 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     except TypeError:  # conv nets take any size
         model = make()
     return model, size or int(model.pretrained_cfg["input_size"][-1]), int(model.pretrained_cfg["input_size"][0])
-
-
-def model_side(model: Any) -> int:
-    """Return the side of the images that a model of the zoo takes."""
-    embed = getattr(model, "patch_embed", model)
-    side = embed.img_size
-    return int(side if isinstance(side, int) else side[0])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import select
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from certizoo.text import plain
 
@@ -31,7 +31,8 @@ class UserError(Exception):
 def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate an entry point: print a `UserError` as one line on stderr and exit with status 2.
 
-    The program ends quietly if its reader has closed the pipe (`... | head`).
+    The same holds for a file that the system refuses. The program ends quietly if its reader has closed the pipe
+    (`... | head`).
     """
 
     @wraps(main)
@@ -39,16 +40,24 @@ def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            sys.stderr.write(f"error: {error}\n")
-            sys.stderr.flush()
-            raise SystemExit(EXIT_USER_ERROR) from None
+            _exit(error)
         except BrokenPipeError:
             if not _reader_has_left():
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python flushes the rest at exit
             raise SystemExit(EXIT_BROKEN_PIPE) from None
+        except OSError as error:
+            if error.filename is None:  # no file
+                raise
+            _exit(UserError(f"{error.filename} cannot be read or written ({error.strerror}); choose another path"))
 
     return wrapped
+
+
+def _exit(error: UserError) -> NoReturn:
+    sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    raise SystemExit(EXIT_USER_ERROR) from None
 
 
 def _reader_has_left() -> bool:

@@ -66,10 +66,10 @@ def no_link(path: str, flags: int) -> int:
 
 
 @contextmanager
-def disk_errors(mend: str) -> Iterator[None]:
-    """Turn a disk error in the block into one line with the file and `mend`, the remedy."""
+def disk_errors(fix: str) -> Iterator[None]:
+    """Turn a disk error in the block into one line with the file and `fix`, which says what to do."""
     try:
         yield
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise UserError(f"{error.filename or 'a file'} cannot be written or read ({reason}); {mend}") from error
+        raise UserError(f"{error.filename or 'a file'} cannot be written or read ({reason}); {fix}") from error

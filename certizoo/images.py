@@ -2,7 +2,7 @@
 
     bytes -> size checked -> decoded -> upright -> on white -> RGB, or gray
 
-A camera stores a picture as its sensor lies and adds an orientation tag; every door sees the picture upright.
+A camera stores a picture as its sensor lies and adds an orientation tag; every reader gets the picture upright.
 Transparent pixels show white. H, W: height, width; C: channels.
 """
 
@@ -50,7 +50,7 @@ warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarn
 
 
 class ImageError(UserError):
-    """A fault of an image, without its name and the advice, which each door adds."""
+    """A fault of an image, without its name and the advice, which each caller adds."""
 
 
 def pixels(data: bytes, channels: int) -> Pixels:

@@ -56,10 +56,10 @@ def labels_given(images_BCHW: Tensor, labels_B: Tensor, *, probabilities: bool =
     _require_float(images_BCHW, FLOATS)
     mixed = probabilities and labels_B.ndim == 2 and labels_B.is_floating_point()
     if images_BCHW.ndim != 4 or labels_B.ndim != 1 + mixed or len(labels_B) != len(images_BCHW):
-        mend = "labels.argmax(1) makes classes of one-hot labels" if labels_B.ndim == 2 else "pass one class an image"
+        fix = "labels.argmax(1) makes classes of one-hot labels" if labels_B.ndim == 2 else "pass one class an image"
         raise UserError(
             f"images must be (B, C, H, W) and labels (B,); got {tuple(images_BCHW.shape)} and "
-            f"{tuple(labels_B.shape)}; {mend}"
+            f"{tuple(labels_B.shape)}; {fix}"
         )
     _require_unit(images_BCHW)
     if mixed:
@@ -69,7 +69,7 @@ def labels_given(images_BCHW: Tensor, labels_B: Tensor, *, probabilities: bool =
 
 
 def extremes(labels_B: Tensor) -> tuple[int, int]:
-    """Return the least and the largest class that labels, or probabilities labels_BK, speak of."""
+    """Return the least and the largest class in labels, or in probabilities labels_BK."""
     if labels_B.ndim == 2:
         return 0, labels_B.shape[1] - 1
     least, largest = labels_B.aminmax() if len(labels_B) else (labels_B.new_zeros(()),) * 2
@@ -89,8 +89,8 @@ def require_classes(least: int, largest: int, classes: int) -> None:
 def require_radius(key: str, eps: float, norm: str) -> None:
     """Raise UserError for a radius in Linf whose ball holds every image, such as 8 instead of 8/255."""
     if norm == "linf" and not eps <= 1:
-        mend = f"set {key}={eps / 255:.4g} for {eps:g}/255" if eps < math.inf else "give a smaller radius"
-        raise UserError(f"{key}={eps:g} is too large: pixels lie in [0,1], so this ball holds every image; {mend}")
+        fix = f"set {key}={eps / 255:.4g} for {eps:g}/255" if eps < math.inf else "give a smaller radius"
+        raise UserError(f"{key}={eps:g} is too large: pixels lie in [0,1], so this ball holds every image; {fix}")
 
 
 def require_tensors(**given: Tensor) -> None:

@@ -37,15 +37,15 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
-def sole_writer(folder: Path, what: str, mend: str) -> Iterator[None]:
+def sole_writer(folder: Path, what: str, fix: str) -> Iterator[None]:
     """Hold `folder` (created if absent) as the only writer of `what` in it.
 
-    Raises UserError at once if another process, or this one, holds it; `mend` states what else the user can do.
+    Raises UserError at once if another process, or this one, holds it; `fix` states what else the user can do.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK, wait=False) as free:
         if not free:
-            raise UserError(f"{folder}: another process writes {what} here ({_holder(folder)}); wait for it, or {mend}")
+            raise UserError(f"{folder}: another process writes {what} here ({_holder(folder)}); wait for it, or {fix}")
         _say(folder, f"process {os.getpid()} on {socket.gethostname()} since {datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
         try:
             yield

@@ -19,7 +19,7 @@ def shown(value: object) -> str:
     try:
         return " ".join(repr(value).split())[:60]
     except Exception:  # the object's own error; also whole numbers beyond 4300 digits
-        return f"a {type(value).__name__}"
+        return f"(a value of type {type(value).__name__})"
 
 
 def markdown(text: object) -> str:

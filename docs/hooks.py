@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in generated parts and correct titles and links."""
     uri = page.file.src_uri
-    return links.mended(made.filled(headings.one_title(markdown)), uri)
+    return links.rewritten(made.filled(headings.one_title(markdown)), uri)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

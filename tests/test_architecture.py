@@ -115,7 +115,7 @@ DOORS = {
     "hydra": {"certizoo/config/compose.py"},
     "sklearn": {"certizoo/shards", "certify/papers/feature_distance.py"},
     "auto_LiRPA": {"certify/methods/crown.py"},
-    "ray": {"tuning/driver.py", "tuning/gauges.py", "tuning/nodes.py", "certify/rows/cluster.py"},
+    "ray": {"tuning/driver.py", "tuning/gauges.py", "tuning/memory.py", "tuning/nodes.py", "certify/rows/cluster.py"},
     "pydantic": {"certizoo/config/schema.py"},
     "annotated_types": {"certizoo/config/schema.py"},
     "fsspec": {"certizoo/shards/store.py"},

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from certizoo import UserError
 from certizoo.config.help import wants_help
+from certizoo.config.schema import FilePath, checked
 from certizoo.errors import one_line_errors
 from certizoo.files import write_whole
 from trainers.job import checkpoint
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         return
     if len(argv) != 1:
         raise UserError("no run folder given; use python -m trainers.reshape runs/NAME")
-    run_dir = Path(argv[0])
+    run_dir = checked("RUN", argv[0], FilePath)
     if not checkpoint.folder(run_dir).is_dir():
         raise UserError(f"{run_dir} holds no checkpoints; give the folder of a run")
     with held(run_dir):

@@ -150,7 +150,7 @@ class HingeConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         start, end = self.tighten
-        require(start < end, f"hinge.tighten=[{start}, {end}] does not work; give two rising shares of [0, 1]")
+        require(start < end, f"hinge.tighten=[{start}, {end}] is invalid; give two rising shares of [0, 1]")
 
     @property
     def active(self) -> bool:

@@ -12,13 +12,14 @@ import argparse
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
 from certizoo.config.compose import compose_config
-from certizoo.config.schema import Count, Positive, Whole, argument, checked
+from certizoo.config.schema import Count, Positive, Source, Whole, argument, checked
 from certizoo.errors import one_line_errors
 from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
@@ -61,7 +62,8 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
         metavar="N",
         help="restarts of a trial that lost its worker (default: %(default)s)",
     )
-    add("--storage", metavar="FOLDER|URL", help="folder for searches that all nodes see (default: %(default)s), "
+    add("--storage", type=argument(Source), metavar="FOLDER|URL",
+        help="folder for searches that all nodes see (default: %(default)s), "
         "or s3://BUCKET/FOLDER for checkpoints and results, with local disks on the nodes")  # fmt: skip
     add("--name", help="name of the search (default: the space and the time)")
     add("--trainer", choices=("adv_train", "std_train", "constrain"), help="trainers/NAME.py (default: the space's)")
@@ -114,7 +116,7 @@ def new_search(args: argparse.Namespace, defaults: dict[str, Any]) -> Search:
 def storage_of(args: argparse.Namespace) -> tuple[Path, str]:
     """Return (the absolute folder of all searches, the object store used instead or '')."""
     if "://" not in args.storage:
-        return Path(args.storage).expanduser().absolute(), ""
+        return Path(args.storage).absolute(), ""
     if any(word in args.storage for word in ("access_key", "secret_key", "@")):
         raise UserError("--storage contains a key, which others could read; set keys in the environment")
     return Path(compose_config("tune", [])["storage"]).expanduser().absolute(), args.storage
@@ -195,15 +197,15 @@ def _resources(text: str) -> dict[str, float]:
     try:
         found = {key: checked(key, value, Positive) for key, value in (part.split("=") for part in text.split(","))}
     except (ValueError, UserError):
-        raise argparse.ArgumentTypeError(f"{text!r} does not work; write CPU=2 or CPU=4,GPU=1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is invalid; write CPU=2 or CPU=4,GPU=1") from None
     return found if "CPU" in found else {"CPU": 1.0, **found}
 
 
 @one_line_errors
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     defaults = compose_config("tune", [])
-    return main_search(parser(defaults).parse_args(), defaults)
+    return main_search(parser(defaults).parse_args(argv), defaults)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from ray.tune.search import BasicVariantGenerator, Searcher
 
 from certizoo import UserError
 from certizoo.files import write_whole
-from tuning import gauges, nodes, objectives
+from tuning import gauges, memory, nodes, objectives
 from tuning import trial as training
 from tuning.live import Board
 from tuning.search import Search
@@ -65,11 +65,12 @@ def cluster() -> Iterator[int]:
 
 
 def run(search: Search, around: Surroundings, board: Board, resume: bool) -> None:
-    """Run all trials to the end of the search; the board is told of each.
+    """Run all trials to the end of the search, and report each to the board.
 
     A resumed search keeps its finished trials.
     """
     watch, population = Watch(board, search), search.scheduler == "pbt"
+    memory.count_as_lost()
     function = tune.with_parameters(trial, search=search, around=around)
     analysis = tune.run(
         tune.with_resources(function, nodes.resources(search)),
@@ -239,23 +240,24 @@ class Watch(tune.Callback):
         self.board.ended(trial.trial_id)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        said = last_line(Path(trial.error_file or ""))
+        said = last_failure(trial)
         if REFUSED not in said:  # a refused trial fails in a moment: retrying changes nothing
-            self.board.restarting(trial.trial_id, reason(said))
+            self.board.restarting(trial.trial_id, trial.config, self._reason(said, trials, trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.board.failed(trial.trial_id, reason(last_line(Path(trial.error_file or ""))))
+        self.board.failed(trial.trial_id, trial.config, self._reason(last_failure(trial), trials, trial))
+
+    def _reason(self, said: str, trials: list[Any], ended: Any) -> str:
+        """Return the trainer's own words, or the last line; after a kill for memory, what follows from it."""
+        if node := memory.short_node(said):
+            return memory.run_fewer(self.search, node, [trial for trial in trials if trial is not ended])
+        line = (said.strip().splitlines() or ["lost"])[-1].strip()
+        return next((line.split(word)[-1] for word in (FAILED, REFUSED) if word in line), line)
 
 
-def last_line(error_file: Path) -> str:
-    """Return the last line of the tracebacks that Tune keeps of a trial."""
+def last_failure(trial: Any) -> str:
+    """Return the last of the tracebacks that Tune keeps of a trial."""
     try:
-        lines = [line.strip() for line in error_file.read_text().splitlines() if line.strip()]
+        return Path(trial.error_file or "").read_text().rpartition("Failure # ")[2]
     except OSError:
-        lines = []
-    return lines[-1] if lines else "lost"
-
-
-def reason(said: str) -> str:
-    """Return the trainer's own words if the last line of a traceback contains them."""
-    return next((said.split(word)[-1] for word in (FAILED, REFUSED) if word in said), said)
+        return ""

@@ -1,4 +1,4 @@
-"""A process between a Ray worker and its trial: `python guard.py COMMAND...` runs the command and ends it with itself.
+"""A process between a Ray worker and its trial: `python guard.py COMMAND...` runs a command and ends it at its own end.
 
     worker -> guard -> launcher -> ranks          worker -> guard -> guard -> the only rank
 

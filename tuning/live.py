@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from tuning.spaces import Space
 
@@ -29,7 +30,7 @@ class Line:
 
 
 class Board:
-    """A display that is told of every event. A context manager: live on a terminal, lines otherwise."""
+    """Display every event of the search. A context manager: live on a terminal, lines otherwise."""
 
     def __init__(self, space: Space, metric: Sequence[str], total: int, epochs: int) -> None:
         self.space, self.metric, self.total, self.epochs = space, metric, total, epochs
@@ -62,15 +63,16 @@ class Board:
         if before == "running":
             self._say(trial)
 
-    def restarting(self, trial: str, why: str) -> None:
-        """Record a restart after the loss of a worker or a failure that a retry may solve."""
-        line = self.lines[trial]
+    def restarting(self, trial: str, point: Mapping[str, Any], why: str) -> None:
+        """Record a restart after the loss of a worker, even of one that had not begun."""
+        line = self._line(trial, point)
         line.state, before, line.why = "restarting", line.why, why
         if why != before:
             self._say(trial)
 
-    def failed(self, trial: str, why: str) -> None:
-        self.lines[trial].state, self.lines[trial].why = "failed", why
+    def failed(self, trial: str, point: Mapping[str, Any], why: str) -> None:
+        line = self._line(trial, point)
+        line.state, line.why = "failed", why
         self._say(trial)
 
     def count(self, state: str) -> int:
@@ -104,9 +106,8 @@ class Board:
         """
         return list(dict.fromkeys([*self.metric, "clean_acc"]))
 
-    def _cells(self, trial: str, line: Line) -> list[str]:
-        colour = COLOURS.get(line.state, "")
-        state = f"[{colour}]{line.state}[/]" if colour else line.state
+    def _cells(self, trial: str, line: Line) -> list[str | Text]:
+        state = Text(line.state, COLOURS.get(line.state, ""))
         epoch = f"{line.figures.get('epoch', 0):g}/{self.epochs}"
         values = [f"{line.values[key]:.3g}" if isinstance(line.values[key], float) else str(line.values[key])
                   for key in self.space.parameters]  # fmt: skip

@@ -71,7 +71,7 @@ def waiting_for(search: Search) -> str:
     nodes = sum(node["Alive"] for node in ray.nodes())
     where = "one node" if search.nodes == 1 else f"each of {search.nodes} nodes"
     return (
-        f"each wants {asked} on {where}, and of {nodes} nodes {left} are free; other jobs may use the rest, or nodes "
+        f"each needs {asked} on {where}, and {left} of {nodes} nodes are free; other jobs may use the rest, or nodes "
         "are still starting (ray status)"
     )
 

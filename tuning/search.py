@@ -40,8 +40,7 @@ class Search:
         resources: what a trial takes on each of its `nodes`.
         wait: start the search even if no node can run a trial yet.
         store: URL of an object store for checkpoints and finished trials, or ''. With it, `storage` is a local folder
-            of
-            each node.
+            of each node.
     """
 
     name: str
@@ -156,7 +155,7 @@ def fixed_overrides(space: Space, metric: Sequence[str], given: Sequence[str], t
     """Return (the fixed part of every trial's command line, epochs of a trial), checked by composing it.
 
     The user's overrides, `given`, come last and take priority. The objectives' radii join certify.eps, and the first of
-    them decides about the champion. Paths become absolute: a trial runs elsewhere.
+    them elects the champion. Paths become absolute, because a trial runs in another folder.
     """
     from certify.shared.ball import known
     from certify.stage.settings import EPS

@@ -152,5 +152,5 @@ def _parameter(where: str, said: object) -> Parameter:
         return Parameter("choice", options=given.choice)
     low, high = getattr(given, kinds[0])
     if low >= high:
-        raise UserError(f"{where}: {kinds[0]}=[{low}, {high}] does not work; give [low, high] with low < high")
+        raise UserError(f"{where}: {kinds[0]}=[{low}, {high}] is invalid; give [low, high] with low < high")
     return Parameter(kinds[0], float(low), float(high), zero=given.zero)

@@ -201,8 +201,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
         snapshot_dir: the snapshot.
         run_dir: the new run folder.
         changed: keys that the search has changed since (population-based training). They are written to the
-            checkpoint's
-            fingerprint; any other difference is still refused. It is then another run for MLflow, too.
+            checkpoint's fingerprint; any other difference is still refused. It is then another run for MLflow, too.
     """
     shutil.copytree(snapshot_dir, run_dir, dirs_exist_ok=True, ignore=lambda _, names: {*names} & {*RESULTS})
     for mark in run_dir.glob(f"checkpoints/*/{checkpoint.MARK}"):
@@ -214,7 +213,7 @@ def adopt(snapshot_dir: Path, run_dir: Path, changed: dict[str, Any]) -> None:
 
 
 def why(log: Path, status: int) -> str:
-    """Return the trainer's own error line, else its last words."""
+    """Return the trainer's own error line, else the last line of its log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")]
     ours = [line for line in lines if "launch.py" not in line and not line.startswith("_rank_mapping")]

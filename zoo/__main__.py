@@ -5,7 +5,6 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from certizoo import UserError
+from certizoo.config.schema import Source, argument, as_path
 from certizoo.errors import one_line_errors
 from zoo import handover
 from zoo.export import FORMATS, export_handover
@@ -107,19 +107,21 @@ def parser() -> argparse.ArgumentParser:
     importing = commands.add_parser(
         "import", help="weights of timm, torchvision, Hugging Face, Lightning, ... as a hand-over"
     )
-    importing.add_argument("checkpoint", metavar="CHECKPOINT", help="file, timm tag or URL#sha256=HEX")
+    importing.add_argument(
+        "checkpoint", type=argument(Source), metavar="CHECKPOINT", help="file, timm tag or URL#sha256=HEX"
+    )
     importing.add_argument("--model", metavar="NAME", required=True, help="model of the zoo, with the same sizes")
     importing.add_argument(
-        "--out", metavar="DIR", type=Path, required=True, help="folder to write, such as runs/NAME/handover"
+        "--out", metavar="DIR", type=as_path, required=True, help="folder to write, such as runs/NAME/handover"
     )
     importing.add_argument("--set", nargs="+", action="extend", default=[], metavar="OPTION=VALUE")
     importing.add_argument("--ema", action="store_true", help="the averaged weights of a training checkpoint")
     importing.set_defaults(action=import_weights)
     exporting = commands.add_parser("export", help="the model of a hand-over as a file for other programs")
     exporting.add_argument(
-        "handover", metavar="HANDOVER", type=Path, help="folder that training wrote, or its run: runs/NAME"
+        "handover", metavar="HANDOVER", type=as_path, help="folder that training wrote, or its run: runs/NAME"
     )
-    exporting.add_argument("out", metavar="OUT", type=Path, help="file to write")
+    exporting.add_argument("out", metavar="OUT", type=as_path, help="file to write")
     exporting.add_argument("--format", choices=tuple(FORMATS), required=True)
     exporting.set_defaults(action=export)
     return top

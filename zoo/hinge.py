@@ -56,7 +56,7 @@ class HasGamma(Protocol):
 
 
 def hinge(model: nn.Module, caps: Mapping[str, float | None], slack: float = 1.0) -> Tensor:
-    """Return the sum above with caps `slack * caps[branch]`; None is no cap.
+    """Return the sum above with caps `slack * caps[branch]`; None means no cap.
 
     Branches are those of `zoo.penalty`, "patch", "stem" and "norm". The result is a float32 scalar, finite for norms up
     to 1e19, whose squares it adds. Raises ValueError for a model without weights of the capped branches.

@@ -52,7 +52,7 @@ def import_checkpoint(source: str, name: str, folder: Path, overrides: Mapping[s
 
 
 def _compared(model: nn.Module, weights: Weights, options: Options, source: str) -> str:
-    """Compare the logits with the original's, and say so. Raises UserError if they differ."""
+    """Compare the logits with the original's, and describe the result. Raises UserError if they differ."""
     try:
         other, theirs = original(weights, model, options)
         found = largest_difference(model, theirs, (options["in_chans"], options["img_size"], options["img_size"]))

@@ -1,4 +1,4 @@
-"""Models of other libraries with the weights of a file under the file's own names: what ours has to compute too."""
+"""Models of other libraries with weights loaded under the file's own names: the reference for imported models."""
 
 import importlib
 import importlib.util
@@ -58,7 +58,7 @@ def largest_difference(model: nn.Module, other: nn.Module, image: tuple[int, int
     finally:
         model.float()
     if torch.equal(theirs[0], theirs[1]):
-        raise NoOriginalError("they are the same for every image, as in a model whose head was never trained")
+        raise NoOriginalError("they are equal for every image, as in a model with an untrained head")
     return float((ours - theirs).abs().max() / (1 + theirs.abs().max()))
 
 

@@ -62,7 +62,7 @@ def sigma_upper(weight: Tensor) -> Tensor:
 
         ||A||^2 <= theta + gamma_{n+1}/(1 - gamma_{n+1}) tr(theta I - G) + 4 u theta + gamma_{m+2} ||A||_F^2,
 
-    whatever the order of summation. Where it does not, the Frobenius norm, rounded up, is returned.
+    in any order of summation. Otherwise the function returns the Frobenius norm, rounded up.
     """
     a = weight.detach().double()
     if a.shape[-1] > a.shape[-2]:

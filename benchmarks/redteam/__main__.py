@@ -40,10 +40,15 @@ def show(tally: Tally) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="of all attacks together")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="where the streams of tries begin")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="run time of all attacks together")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="first seed of the tries")
     parser.add_argument(
-        "--only", nargs="+", default=list(ATTACKS), choices=ATTACKS, metavar="ATTACK", help="only these"
+        "--only",
+        nargs="+",
+        default=list(ATTACKS),
+        choices=ATTACKS,
+        metavar="ATTACK",
+        help="attacks to run (default: all)",
     )
     arguments = parser.parse_args()
     tally = attacked(arguments.only, arguments.seed, 60 * arguments.minutes)

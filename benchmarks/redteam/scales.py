@@ -137,7 +137,7 @@ def of_shapes(subject: Subject, method: str, norm: str) -> Iterator[Finding]:
 
 
 def shapes(shape: tuple[int, ...], tokens: int) -> list[tuple[int, ...]]:
-    """Return shapes with axes of length 1, axes in front, axes behind, and, for vectors, one entry per token."""
+    """Return shapes with axes of length 1, leading axes, trailing axes, and, for vectors, one entry per token."""
     kept = [tuple(length if keep else 1 for length, keep in zip(shape, keeps, strict=True))
             for keeps in product((True, False), repeat=len(shape))]  # fmt: skip
     found = [(), *kept, *((1, *one) for one in kept), *((1, 1, *one) for one in kept), *((*one, 1) for one in kept)]

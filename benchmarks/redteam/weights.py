@@ -2,7 +2,7 @@
 
 At a fixed radius, ascent finds the point x' of the ball where a margin is smallest, and
 
-    drop(w, x) = m(x) - m(x')          its gradient for w and x says how weights and image lower the margin further;
+    drop(w, x) = m(x) - m(x')          its gradient shows how weights and image can lower the margin further;
 
 a step along it, with noise, is kept if drop / claimed loss has grown, and halved otherwise: the claim itself has no
 gradient.
@@ -79,7 +79,7 @@ def climbed(state: State, method: str, norm: str, seed: int, steps: int) -> Stat
 
 
 def _moved(state: State, size: float, norm: str, generator: torch.Generator) -> tuple[Any, Tensor]:
-    """Return weights and image after a step along the gradient of log(drop), with as much noise."""
+    """Return weights and image after a step along the gradient of log(drop), plus noise of the same size."""
     model = bake(state.model).to(next(state.model.parameters()).dtype).requires_grad_(True)
     x = state.x.clone().requires_grad_(True)
     towards = _worst(state, norm) - state.x.double()

@@ -29,8 +29,10 @@ def _found(folder: Path, name: str) -> bytes:
     """Read at most one byte more than MAX_BYTES."""
     path = next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
     if path is None:
-        raise UserError(f"{folder / name} is not there, nor with .gz; give the folder that holds instances.csv")
+        raise UserError(
+            f"{folder / name} does not exist, with or without .gz; give the folder that holds instances.csv"
+        )
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise UserError(f"{path} leads out of {folder}; put the file itself there")
+        raise UserError(f"{path} points outside {folder}; put the file itself there")
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         return file.read(MAX_BYTES + 1)

@@ -84,7 +84,7 @@ def _graph(content: bytes) -> onnx.GraphProto:
     try:
         model = onnx.ModelProto.FromString(content)
     except DecodeError:
-        raise UserError("the net is no ONNX file; fetch it again") from None
+        raise UserError("the net is not an ONNX file; fetch it again") from None
     versions = [(opset.domain, opset.version) for opset in model.opset_import]
     if versions != [("", OPSET)]:
         raise UserError(f"the net is of the opsets {versions[:4]}; export it with opset_version={OPSET}")
@@ -102,7 +102,7 @@ def _constant(name: str, tensor: TensorProto) -> Term:
     try:
         value = numpy_helper.to_array(tensor)
     except (ValueError, TypeError, OverflowError):
-        raise UserError(f"the weight {name!r} is not of the size that it says; export the net again") from None
+        raise UserError(f"the weight {name!r} does not have its declared size; export the net again") from None
     return Term("Constant", name, value.shape, value=value)
 
 
@@ -121,9 +121,9 @@ def _term(node: onnx.NodeProto, terms: Mapping[str, Term]) -> Term:
     """Return the term of a node whose inputs are known."""
     op = node.op_type
     if node.domain or op not in OPERATIONS or len(node.output) != 1:
-        raise UserError(f"the node {node.name!r} is {node.domain}{op}, which is not read; only a ViT's are")
+        raise UserError(f"the node {node.name!r} is {node.domain}{op}, which is not supported; only a ViT's nodes are")
     if absent := [name for name in node.input if name not in terms]:
-        raise UserError(f"the node {node.name!r} reads {absent[0]!r}, which nothing in front of it makes")
+        raise UserError(f"the node {node.name!r} reads {absent[0]!r}, which no earlier node computes")
     name, inputs = node.output[0], tuple(terms[key] for key in node.input)
     try:
         attributes = _attributes(node)

@@ -94,16 +94,14 @@ def read(content: bytes) -> ViT:
 def _inputs(term: Term, op: str, **attributes: Any) -> tuple[Term, ...]:
     """Return the inputs of a term that is this operation with these attributes; raise UserError for another."""
     if term.op != op or any(term.attributes[key] != value for key, value in attributes.items()):
-        raise UserError(
-            f"{term.name!r} is made by {term.op}, and a ViT of the benchmark has {op} there; it is not read"
-        )
+        raise UserError(f"{term.name!r} comes from {term.op}, not from {op}; only the ViTs of the benchmark are read")
     return term.inputs
 
 
 def _weight(term: Term) -> Tensor:
     """Return a float32 constant."""
     if term.value is None or term.value.dtype != "float32":
-        raise UserError(f"{term.name!r} is computed, and a ViT of the benchmark has a weight there; it is not read")
+        raise UserError(f"{term.name!r} is computed, not a weight; only the ViTs of the benchmark are read")
     return torch.from_numpy(term.value.copy()).double()
 
 
@@ -202,7 +200,7 @@ def _embedding(term: Term) -> Embedding:
     _inputs(image, "Input")
     found = Embedding(image.shape, *map(_weight, (weight, bias, cls, positions)))
     (_, _, height, width), (dim, _, p, q) = image.shape, found.patches_DCPP.shape
-    _refuse_unless(height == width and p == q, projected, "made of patches that are no squares of a square image")
+    _refuse_unless(height == width and p == q, projected, "made of patches that are not squares of a square image")
     many = (height // p) * (width // q)
     _refuse_unless(channels_first.shape == (1, dim, many), channels_first, "no row of patches")
     fits = zeros.shape == (1, 1, dim) and found.cls_D.shape == (dim,) and found.positions_ND.shape == (many + 1, dim)

@@ -1,4 +1,4 @@
-"""A property of VNN-LIB in its simple form: a box of inputs, and that no class reaches the label.
+"""A VNN-LIB property in its simple form: on a box of inputs no class reaches the label.
 
     lower_i <= X_i <= upper_i  for every input,        or_j (Y_j >= Y_label)  for every other class: never
 
@@ -25,7 +25,7 @@ _RIVAL = re.compile(r"Y_(\d+) Y_(\d+)", re.ASCII)
 
 @dataclass(frozen=True)
 class Property:
-    """The property that the class `label` is kept on the box. lower_I, upper_I: as written, in float64."""
+    """The property that `label` is the class on the whole box. lower_I, upper_I: as written, in float64."""
 
     lower_I: NDArray[np.float64]
     upper_I: NDArray[np.float64]
@@ -55,7 +55,7 @@ def parse(content: bytes, name: str) -> Property:
         raise UserError(f"{name} does not compare one class with every other one; give the property of one label")
     lower_I, upper_I = (np.array([bounds[side][i] for i in inputs]) for side in (">=", "<="))
     if label not in classes or not (np.isfinite(lower_I).all() and np.isfinite(upper_I).all()):
-        raise UserError(f"{name} has a label or bounds that are none; give classes of the net, and finite numbers")
+        raise UserError(f"{name} has an invalid label or bound; give classes of the net, and finite numbers")
     if bool((lower_I > upper_I).any()):
         raise UserError(f"{name} has an empty box; give lower bounds that are below the upper ones")
     return Property(lower_I, upper_I, label)

@@ -50,6 +50,7 @@ from zoo.bounds import float_error, lanczos
 from zoo.bounds.contracts import Bound
 from zoo.bounds.curvature import nodes_of
 from zoo.bounds.first_order import trunk
+from zoo.bounds.rule_table import together
 
 BYTES = 2**31  # memory for the terms of the images that are analysed together, and for those of their rivals
 PAIR = 16  # bytes per entry and token, approximately
@@ -221,7 +222,7 @@ class Adjoint:
         self.nonce = nonce or lanczos.new_nonce()
         self._seed = lanczos.seed_of(self.baked, self.nonce)
         self.links, self.head = trunk(self.baked)
-        nodes = [nodes_of(link) for link in self.links]
+        nodes = together(nodes_of, self.links)
         self.nodes = [node for of_link in nodes for node in of_link]
         self.ends = list(accumulate(map(len, nodes)))  # where each link ends, counted in nodes
         self.names = names(self.baked, [layer for layer, _ in self.nodes])

@@ -4,7 +4,7 @@
     any size    by products with J and J^T, Lanczos (zoo.bounds.lanczos): proved up to a stated probability
     J_k alone   the rules' own gain, where that is 1 or less already: proved
 
-||P_k|| <= ||J_k|| ||P_{k-1}|| is used behind nodes with gain <= 1, such as norms, and in a long chain between the
+||P_k|| <= ||J_k|| ||P_{k-1}|| is used after nodes with gain <= 1, such as norms, and in a long chain between the
 PRODUCTS that are measured. The error of torch's P_k v is at most a_k |v|, with rho_k the rounding of node k,
 
     a_k = ||J_k|| a_{k-1} + rho_k (||P_{k-1}|| + a_{k-1}).
@@ -25,7 +25,7 @@ from zoo.bounds.contracts import Expansion
 from zoo.spectral import sigma_upper
 
 DENSE_LIMIT = 256  # largest number of entries of an X_k for which matrices are written out
-PRODUCTS = 8  # number of products P_k that are measured; each costs as much as all nodes in front of it
+PRODUCTS = 8  # number of products P_k that are measured; each costs as much as all nodes before it
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ def _run(
     nonce = certified.recorded if certified else nonce_of(settings.nonce, out / ROWS, share.parts)
     settings = replace(settings, nonce=nonce.text)
     if share.first % settings.block:
-        raise UserError(f"first={share.first} must be a multiple of block={settings.block}: outcomes belong to blocks")
+        raise UserError(
+            f"first={share.first} must be a multiple of block={settings.block}: images are attacked in blocks"
+        )
     listed = images.image_list(data, settings.images, settings.block, share.first)
     subject = subject_of(handover, listed)
     proved = certified.of(subject, listed.images) if certified else None

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated
 
 from torch import nn
@@ -14,7 +13,7 @@ from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
 from certify.shared.ball import L2, known
 from certizoo import UserError
-from certizoo.config.schema import Count, OneOf, Section, Text, Whole
+from certizoo.config.schema import Count, FilePath, OneOf, Section, Text, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Options(Section):
     norm: str = L2
     served_dtype: str | None = "float32"
     nonce: Text | None = None
-    certificate: Path | None = None
+    certificate: FilePath | None = None
     images: Count | None = 500
     batch_size: Count = 50
     block: Count = 50

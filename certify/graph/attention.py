@@ -42,6 +42,8 @@ def attended(
     enable_gqa: bool = False,
 ) -> Value:
     """Return attention of q, k, v (batch, heads, tokens, width); `scale` is 1 / sqrt(width) unless given."""
+    if isinstance(mask, Tensor) and bool(mask.all() if mask.dtype is torch.bool else (mask == 0).all()):
+        mask = None  # it leaves every key in, with nothing added
     if mask is not None or causal or dropout or enable_gqa:
         raise Unmapped("attention with a mask, a bias, dropout or grouped queries")
     if len(q.shape) == 3:  # one head
@@ -55,7 +57,9 @@ def attended(
         raise Unmapped("attention whose queries, keys and values are projections of different tokens")
     heads, width, dim = parts[2].weight.shape
     if any(part.weight.shape != (heads, width, dim) for part in parts) or heads * width != dim:
-        raise Unmapped(f"attention of {heads} heads of width {width} on tokens of width {dim}; they must be as wide")
+        raise Unmapped(
+            f"attention of {heads} heads of width {width} on tokens of width {dim}; heads times width must be {dim}"
+        )
     if parts[2].factor != 1:
         raise Unmapped("attention whose values have a factor")
     with torch.no_grad():
@@ -69,13 +73,13 @@ def attended(
 
 
 def projection(value: Value, what: str) -> Projection:
-    """Return the linear map of tokens that these entries (batch, heads, tokens, width) are."""
+    """Return the linear map of tokens that gives these entries (batch, heads, tokens, width)."""
     node, factor = value.node, 1.0
     while isinstance(scale := node.module, Diagonal) and scale.weight.numel() == 1 and not bool(scale.bias.any()):
         number = float(scale.weight)
         node, factor = node.inputs[0], factor / number if scale.divides else factor * number
     if value.constant is not None or not isinstance(node.module, nn.Linear) or len(node.shape) != 2:
-        raise Unmapped(f"attention whose {what} are no linear map of the tokens")
+        raise Unmapped(f"attention whose {what} are not a linear map of the tokens")
     tokens, width = node.shape
     index = value.index
     image, token, row = index // (tokens * width), index // width % tokens, index % width
@@ -129,7 +133,7 @@ def product(x: Any, y: Any) -> Any:
         return attended(x.query, x.key, y, scale=x.scale)
     if isinstance(x, Value) and isinstance(y, Value):
         return Product(x, Value(y.node, y.index.transpose(-2, -1), y.constant))
-    raise Unmapped("a product of two results of the image that is no attention")
+    raise Unmapped("a product of two results of the image that is not attention")
 
 
 def softmax(x: Any, dim: int, *_: Any) -> Product:

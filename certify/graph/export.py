@@ -40,7 +40,7 @@ def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
             program = torch.export.export(model, (images,)).run_decompositions({})
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # torch.export raises many kinds, for whatever the model's code does
+    except Exception as error:  # torch.export raises many kinds of errors
         raise UserError(_refusal(model, error)) from None
     return _graph(program)
 
@@ -83,7 +83,7 @@ def _refusal(model: nn.Module, error: Exception) -> str:
     if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in text:
         where = f"{asked[1]}, line {asked[2]}: {asked[3].strip()}" if asked else _last_line(error)
         return (
-            f"{kind} decides by the numbers of an image, so that it is no single graph ({where}); "
+            f"{kind} decides by the values of an image, so it is not a single graph ({where}); "
             "replace the branch by torch.where, or take it out of forward"
         )
     return f"{kind} cannot be captured by torch.export at {_last_line(error)}: {text[:160]}; see certify.explain"

@@ -70,12 +70,12 @@ class Walk:
         return end if isinstance(end, Value) and not self.faults else None
 
     def _guarded(self, node: fx.Node, whole: "Whole | None") -> Any:
-        """Evaluate one node, and write down why that is impossible."""
+        """Evaluate one node; record a fault if that is impossible."""
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
             both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
-            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name in ("mul", "div")):
+            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name == "div"):
                 self.faults.append(Fault(name, NO_RULE, line_of(node)))
             return Missing()
         try:
@@ -102,7 +102,7 @@ class Walk:
             return self._constant(node, args, kwargs)
         _require_float64(node)
         if any(isinstance(operand, LogProbabilities) for operand in operands):
-            raise Unmapped("log_softmax in front of another operation; it has a rule only as the last one")
+            raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
         if any(isinstance(operand, Product) for operand in operands):
             return _of_product(name, args, kwargs)
         if name in OPERATIONS:
@@ -122,20 +122,25 @@ class Walk:
         )
 
     def _module(self, whole: "Whole") -> Any:
-        """Return what the first node of a whole module becomes; None where it is no function of one tensor."""
+        """Return what the first node of a whole module becomes; None if it is not a function of one tensor."""
         entering = self.found.get(whole.entering)
         if not isinstance(entering, Value):
             return None
         source = materialised(entering)
         shape = tuple(whole.leaving.meta["val"].shape)
-        if shape[:1] != (BATCH,) or not self._alike(whole, entering.shape):
+        if shape[:1] != (BATCH,) or (given := self._output(whole, entering.shape)) is None:
             return None
-        y = _placed(Value.of(step(whole.module, source, shape[1:], "module")), whole.path)
+        y = _placed(Value.of(step(whole.module, source, given[1:], "module")), whole.path)
+        if given != shape:
+            y = moved(torch.narrow, y, 1, 0, shape[1])
         self.found |= dict.fromkeys(whole.nodes, Missing()) | {whole.leaving: y}
         return self.found[whole.nodes[0]]
 
-    def _alike(self, whole: "Whole", shape: tuple[int, ...]) -> bool:
-        """Return whether the module and its part of the graph agree on random inputs."""
+    def _output(self, whole: "Whole", shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the module's output if its part of the graph agrees with it on random inputs.
+
+        That part may leave out the last tokens: a model may ask the last block for the class token alone.
+        """
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         local: dict[fx.Node, Any] = {whole.entering: x}
 
@@ -149,11 +154,13 @@ class Walk:
                 assert callable(node.target)
                 local[node] = node.target(*args, **kwargs)
             y, expected = whole.module(x), local[whole.leaving]
-        return bool(y.shape == expected.shape and torch.allclose(y, expected, rtol=ALIKE, atol=ALIKE))
+        first = y[:, : expected.shape[1]] if y.ndim == expected.ndim > 1 else y
+        alike = first.shape == expected.shape and torch.allclose(first, expected, rtol=ALIKE, atol=ALIKE)
+        return tuple(y.shape) if alike else None
 
 
 def _placed(found: Any, path: str) -> Any:
-    """Write into all new nodes where they come from."""
+    """Record in all new nodes where they come from."""
     left = [found.node] if isinstance(found, Value) else []
     while left:
         node = left.pop()
@@ -164,7 +171,7 @@ def _placed(found: Any, path: str) -> Any:
 
 
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:
-    """Return what scores of attention may become: scores times a number, their softmax, their product with values."""
+    """Return an allowed result of attention scores: times a number, their softmax, or their product with values."""
     x, *rest = args
     if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor):
         factor = float(torch.as_tensor(rest[0])) if torch.as_tensor(rest[0]).numel() == 1 else 0.0

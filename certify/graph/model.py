@@ -22,7 +22,7 @@ from certify.shared.bake import Model, folded_copy, model_from, probes, refuse_p
 from certify.shared.certificate import batch_given
 from certizoo import UserError
 from zoo.bounds import integrity
-from zoo.bounds.rule_table import Links, ModuleRules, NoRule, register, types_where
+from zoo.bounds.rule_table import Links, ModuleRules, NoRule, has_rules, register
 
 ALIKE = 1e-8  # captured against given logits in float64, relative to the largest
 ADVICE = "certify.explain(model, images) lists every layer; docs: 'My own model' shows how to add a rule"
@@ -67,15 +67,10 @@ class Capture:
     faults: list[Fault]
 
 
-def has_rules(model: object) -> bool:
-    """Return whether the model as a whole is of a type that rules describe, or no module at all."""
-    return not isinstance(model, nn.Module) or integrity.kind_of(model) in types_where(lambda rules: rules.trunk)
-
-
 def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Module | Model:
     """Return the model itself where rules describe it, else what was captured of it.
 
-    Raises UserError for a model that is no function of images, and for one with operations that have no rule.
+    Raises UserError for a model that is not a function of images, and for one with operations that have no rule.
     """
     if has_rules(model):
         return model
@@ -89,13 +84,13 @@ def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Mo
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode with folded parametrisations. Raises UserError for what is no plain module."""
+    """Return a copy in eval mode with folded parametrisations. Raises UserError unless it is a plain module."""
     refuse_process()
     if "_orig_mod" in dict(integrity.parts_of(model)):
         raise UserError("the model is compiled; certify the model inside, model._orig_mod")
     refuse_sparse(model)
     if next(model.parameters(), None) is None:
-        raise UserError(f"{type(model).__name__} has no parameters, so that it was never trained; certify a classifier")
+        raise UserError(f"{type(model).__name__} has no parameters to have been trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 

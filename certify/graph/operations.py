@@ -2,10 +2,11 @@
 
     OPERATIONS["layer_norm"](x, shape, weight, bias, eps) -> Value
 
-Arguments are those of torch's operation, with a `Value` for whatever depends on the image. An argument that is not
+Arguments are those of torch's operation, with a `Value` for each one that depends on the image. An argument that is not
 mapped exactly raises Unmapped. Which axes are read follows from torch's own function on the index.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from certify.graph import resampling
 from certify.graph.attention import attended, merged_projection, product, softmax
 from certify.graph.export import BATCH
 from certify.graph.values import (
+    PRODUCT,
     LogProbabilities,
     Unmapped,
     Value,
@@ -28,6 +31,8 @@ from certify.graph.values import (
     materialised,
     step,
 )
+from zoo.layers.norms import SmoothProject
+from zoo.primitives.activations import Abs
 from zoo.primitives.diagonal import Diagonal
 from zoo.primitives.pooling import Mean, WindowMax
 
@@ -113,12 +118,15 @@ def _scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
 
 def add(x: Any, y: Any, alpha: float = 1) -> Value:
     if isinstance(x, Value) and isinstance(y, Value):
-        y = y if alpha == 1 else _scaled(y, alpha, 0, "scale")
-        shape = torch.broadcast_shapes(x.shape, y.shape)
-        return joined([value if value.shape == shape else moved(torch.Tensor.expand, value, shape) for value in (x, y)])
+        return joined(_of_one_shape(x, y if alpha == 1 else _scaled(y, alpha, 0, "scale")))
     if isinstance(x, Value):
         return _scaled(x, 1, alpha * _number(y), "shift")
     return _scaled(y, alpha, x, "shift")
+
+
+def _of_one_shape(*values: Value) -> list[Value]:
+    shape = torch.broadcast_shapes(*(value.shape for value in values))
+    return [value if value.shape == shape else moved(torch.Tensor.expand, value, shape) for value in values]
 
 
 def sub(x: Any, y: Any, alpha: float = 1) -> Value:
@@ -131,8 +139,14 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Value:
 
 def mul(x: Any, y: Any) -> Value:
     if isinstance(x, Value) and isinstance(y, Value):
-        raise Unmapped("a product of two results of the image; gates and squares have no rule")
+        return joined(_of_one_shape(x, y), PRODUCT)
     return _scaled(x, y, 0, "scale") if isinstance(x, Value) else _scaled(y, x, 0, "scale")
+
+
+def power(x: Value, exponent: Any) -> Value:
+    if exponent != 2:
+        raise Unmapped(f"a power with the exponent {exponent}; squares have a rule")
+    return mul(x, x)
 
 
 def div(x: Any, y: Any, **kwargs: Any) -> Value:
@@ -277,6 +291,18 @@ def instance_norm(
     return group_norm(x, x.shape[1], weight, bias, eps)
 
 
+def rms_norm(x: Value, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Value:
+    """Return gamma x / sqrt(|x|^2 / d + eps) = gamma / sqrt(eps) N_R(x) with R^2 = d eps, over the last axes."""
+    if eps is None or not eps > 0:
+        raise Unmapped("RMSNorm whose eps depends on the type; set one, such as eps=1e-6")
+    wide, width = moved(torch.flatten, x, len(x.shape) - len(shape)), torch.Size(shape).numel()
+    source, place = by_rows(wide)
+    module = SmoothProject(width, math.sqrt(width * eps))
+    y = from_rows(step(module, source, source.shape, "rms_norm"), place, wide.shape[:-1])
+    factor = (1.0 if weight is None else weight.detach().double()) / math.sqrt(eps)
+    return _scaled(moved(torch.reshape, y, x.shape), factor, 0, "channels")
+
+
 # pooling --------------------------------------------------------------------------------------------------------------
 
 
@@ -304,8 +330,23 @@ def adaptive_avg_pool2d(x: Value, size: Any) -> Value:
         return mean(x, (2, 3), keepdim=True)
     kernel = [own // side for own, side in zip(x.shape[2:], sides, strict=True)]
     if any(k * side != own for k, side, own in zip(kernel, sides, x.shape[2:], strict=True)):
-        raise Unmapped("adaptive pooling whose windows differ in size")
+        return _between(x, *resampling.adaptive(x, sides))
     return avg_pool2d(x, kernel)
+
+
+def adaptive_max_pool2d(x: Value, size: Any) -> tuple[Value]:
+    """Return maxima of windows of one size."""
+    sides = _two(size)
+    kernel = tuple(own // side for own, side in zip(x.shape[2:], sides, strict=True))
+    if any(k * side != own for k, side, own in zip(kernel, sides, x.shape[2:], strict=True)):
+        raise Unmapped("adaptive pooling by maxima whose windows differ in size")
+    return (max_pool2d(x, kernel),)
+
+
+def _between(x: Value, rows: Tensor, columns: Tensor) -> Value:
+    """Return rows x columns^T, for every channel."""
+    found: Value = matmul(rows, linear(x, columns))
+    return found
 
 
 def avg_pool2d(
@@ -340,7 +381,7 @@ def max_pool2d(
 
 
 def _offsets(outputs: int, kernel: int, stride: int, padding: int, dilation: int, side: int) -> Tensor:
-    """Return the places (outputs, kernel) along one axis; those outside are those inside, in turn."""
+    """Return the places (outputs, kernel) along one axis; places inside stand in, in turn, for those outside."""
     places = torch.arange(outputs)[:, None] * stride - padding + torch.arange(kernel) * dilation
     for row in places:
         inside = row[(row >= 0) & (row < side)]
@@ -372,6 +413,18 @@ def maximum(x: Any, y: Any) -> Value:
     shape = torch.broadcast_shapes(x.shape, y.shape)
     parts = [moved(torch.Tensor.expand, t, shape) if isinstance(t, Value) else t.expand(shape) for t in (x, y)]
     return window_max(stack(parts, -1))
+
+
+def largest(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    """Return torch.max of two results, or along an axis, then without the indices."""
+    return (amax(x, dim, keepdim),) if isinstance(dim, int) else maximum(x, dim)
+
+
+def smallest(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    """Return torch.min, as `largest`."""
+    if not isinstance(dim, int):
+        return minimum(x, dim)
+    return (_scaled(amax(_scaled(x, -1, 0, "negate"), dim, keepdim), -1, 0, "negate"),)
 
 
 def minimum(x: Any, y: Any) -> Value:
@@ -420,6 +473,17 @@ def prelu(x: Value, weight: Tensor) -> Value:
     return Value.of(step(module, source, source.shape, "prelu"))
 
 
+def log_sigmoid(x: Value) -> Value:
+    """Return -softplus(-x)."""
+    return _scaled(elementwise(_scaled(x, -1, 0, "negate"), nn.Softplus(1, 40), "softplus"), -1, 0, "negate")
+
+
+def glu(x: Value, dim: int = -1) -> Value:
+    """Return a sigmoid(b) for the halves a, b of an axis."""
+    a, b = moved(torch.chunk, x, 2, dim)
+    return mul(a, elementwise(b, nn.Sigmoid(), "sigmoid"))
+
+
 def gelu(x: Value, approximate: str = "none") -> Value:
     return elementwise(x, nn.GELU(approximate), "gelu")
 
@@ -428,14 +492,20 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SAME, same),
     "pad": pad, "constant_pad_nd": pad, "cat": cat, "stack": stack,
     "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: _scaled(x, -1, 0, "negate"),
+    "pow": power, "square": lambda x: mul(x, x),
     "linear": linear, "matmul": matmul, "mm": matmul, "bmm": matmul, "addmm": addmm, "conv2d": conv2d,
     "scaled_dot_product_attention": attended, "softmax": softmax, "_softmax": softmax,
     "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
-    "instance_norm": instance_norm,
+    "instance_norm": instance_norm, "rms_norm": rms_norm,
     "mean": mean, "sum": total, "amax": amax, "maximum": maximum, "minimum": minimum,
     "adaptive_avg_pool2d": adaptive_avg_pool2d, "_adaptive_avg_pool2d": adaptive_avg_pool2d,
-    "avg_pool2d": avg_pool2d, "max_pool2d": max_pool2d,
+    "adaptive_max_pool2d": adaptive_max_pool2d, "avg_pool2d": avg_pool2d, "max_pool2d": max_pool2d,
+    "max": largest, "min": smallest,
+    "upsample_nearest2d": resampling.nearest,
+    "upsample_bilinear2d": lambda x, *options: _between(x, *resampling.bilinear(x, *options)),
+    "upsample_bicubic2d": lambda x, *options: _between(x, *resampling.bicubic(x, *options)),
     "log_softmax": log_softmax, "_log_softmax": log_softmax,
+    "abs": _activation(Abs), "glu": glu, "log_sigmoid": log_sigmoid,
     "relu": _activation(nn.ReLU), "gelu": gelu, "silu": _activation(nn.SiLU), "sigmoid": _activation(nn.Sigmoid),
     "tanh": _activation(nn.Tanh), "softplus": _activation(nn.Softplus), "leaky_relu": _activation(nn.LeakyReLU),
     "elu": elu, "celu": _activation(nn.CELU), "selu": _activation(nn.SELU), "mish": _activation(nn.Mish),

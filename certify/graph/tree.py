@@ -2,18 +2,20 @@
 
     parts(a, b)    the modules that turn the value of node a into that of node b
 
-The place where the branches of a sum part is their nearest common dominator: the last node on every way from the image
-to each of them. What two branches share behind it is in both, so the tree computes the function of the graph.
+The place where the branches of a sum part is their nearest common dominator: the last node on every path from the
+image to each of them. Nodes after it that two branches share are in both, so the tree computes the graph's function.
 """
 
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from certify.graph.values import Node
+from certify.graph.values import PRODUCT, Node
 from zoo.bounds.rule_table import rules_of
 from zoo.layers.mlp import Mlp
 from zoo.primitives.branches import Branches
+from zoo.primitives.folded import LAYERS, Folded, factors_of
+from zoo.primitives.gates import Gate
 
 LARGEST = 4000  # modules of a tree; branches that share much would make it exponential
 
@@ -23,7 +25,7 @@ class TooLarge(Exception):
 
 
 class Tree:
-    """The nodes in front of one node, with their dominators."""
+    """The nodes before one node, with their dominators."""
 
     def __init__(self, end: Node) -> None:
         self.order = list(_sorted(end))
@@ -48,18 +50,19 @@ class Tree:
                 common = frozenset.intersection(*(self._above[source] for source in end.inputs))
                 source = max(common, key=self.rank.__getitem__)
                 branches = [named(self.parts(source, one)) for one in end.inputs]
-                found.append((_title(end), Branches(*branches), source))
+                joined = Gate(*branches) if end.name == PRODUCT else Branches(*branches)
+                found.append((_title(end), joined, source))
             end = source
         return found[::-1]
 
 
 def _title(node: Node) -> str:
-    """Return the path of the step's module; what only moves entries is named by what it does."""
+    """Return the path of the step's module; a step that only moves entries is named after what it does."""
     return node.name if node.name in ("move", "reshape") else node.path or node.name
 
 
 def _sorted(end: Node) -> Iterator[Node]:
-    """Yield the nodes in front of one, inputs first."""
+    """Yield the nodes before one node, inputs first."""
     done: set[Node] = set()
     left: list[tuple[Node, bool]] = [(end, False)]
     while left:
@@ -91,9 +94,26 @@ def _fused(parts: Sequence[tuple[str, nn.Module, Node]]) -> Iterator[tuple[str, 
         if (mlp := _mlp(three)) is not None:
             yield three[0][0], mlp
             at += 3
+        elif count := _foldable([module for _, module, _ in three]):
+            yield ", ".join(name for name, _, _ in three[:count]), Folded(*(module for _, module, _ in three[:count]))
+            at += count
         else:
             yield parts[at][:2]
             at += 1
+
+
+def _foldable(three: Sequence[nn.Module]) -> int:
+    """Return how many of the first modules are one layer with factors around it; 0 if it has none."""
+    at = next((k for k, module in enumerate(three[:2]) if type(module) in LAYERS), None)
+    if at is None:
+        return 0
+    layer = three[at]
+    out, into, *_ = layer.get_parameter("weight").shape
+    into *= layer.groups if isinstance(layer, nn.Conv2d) else 1
+    if at and factors_of(three[0], layer, into) is None:
+        return 0
+    behind = at + 1 < len(three) and factors_of(three[at + 1], layer, out) is not None
+    return at + 1 + behind if at or behind else 0
 
 
 def _mlp(three: Sequence[tuple[str, nn.Module, Node]]) -> nn.Module | None:

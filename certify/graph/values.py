@@ -1,9 +1,9 @@
-"""Tensors of a captured graph as entries of nodes, so that whatever only moves entries is arithmetic on an index.
+"""Tensors of a captured graph as entries of nodes, so that moving entries is arithmetic on an index.
 
-A `Node` is a step that has to be computed: one module on one input, or a sum of several. A `Value` is a tensor of the
-graph: each of its entries is an entry of a node's output, (BATCH, *shape) flat, or a constant. Reshape, permute, select
-and their like change the index alone, however the model's code writes them. Before a step its input is brought into
-the form (image, ...), by a `Move` of every image where that is needed.
+A `Node` is a step that has to be computed: one module on one input, or a sum or product of several. A `Value` is a
+tensor of the graph: each of its entries is an entry of a node's output, (BATCH, *shape) flat, or a constant. Reshape,
+permute, select and their like change the index alone, however the model's code writes them. Before a step its input is
+brought into the form (image, ...), by a `Move` of every image where that is needed.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from certify.graph.export import BATCH
 from zoo.primitives.moves import Move, Reshape
 
 Shape = tuple[int, ...]
+SUM, PRODUCT = "sum", "product"  # names of nodes that join several
 
 
 class Unmapped(Exception):
@@ -25,8 +26,9 @@ class Unmapped(Exception):
 
 @dataclass(eq=False)
 class Node:
-    """A step, with the shape of its output for one image. Without inputs it is the image; without a module, a sum.
+    """A step, with the shape of its output for one image.
 
+    Without inputs it is the image; without a module, the sum or product of its inputs.
     `path` is that of the module of the model whose code the step comes from.
     """
 
@@ -53,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class LogProbabilities:
-    """log_softmax of logits, (batch, classes): every margin is that of the logits. It may only be the result."""
+    """log_softmax of logits, (batch, classes): every margin is that of the logits. It may occur only as the result."""
 
     logits: "Value"
 
@@ -114,7 +116,7 @@ def _of_one_image(index: Tensor, numel: int) -> Tensor | None:
 def by_rows(value: Value) -> tuple[Node, Tensor]:
     """Return a node (image, rows, width) with the rows of this tensor, along its last axis, and where each one is.
 
-    The rows of an image come together, whatever axis is the batch. The second result is the place of every row among
+    The rows of an image are consecutive, whichever axis is the batch. The second result is the place of every row among
     the BATCH * rows of the node.
     """
     index = value.index.reshape(-1, value.shape[-1])
@@ -152,7 +154,7 @@ def elementwise(value: Value, module: nn.Module, name: str) -> Value:
 
 
 def in_layout(constant: Tensor, value: Value) -> Tensor:
-    """Return a constant in the layout of a permuting value's node, with axes of 1 along which it is equal."""
+    """Return a constant in the layout of a permuting value's node, of size 1 along axes where it is constant."""
     flat = torch.empty(value.index.numel(), dtype=torch.float64)
     flat[value.index.flatten()] = constant.detach().double().cpu().expand(value.shape).flatten()
     laid = flat.view(BATCH, *value.node.shape)
@@ -165,8 +167,8 @@ def in_layout(constant: Tensor, value: Value) -> Tensor:
     return found.reshape(()) if found.numel() == 1 else found
 
 
-def joined(values: Sequence[Value]) -> Value:
-    """Return the sum of tensors of one shape, in the layout of the first whose index is that of its node."""
+def joined(values: Sequence[Value], name: str = SUM) -> Value:
+    """Return the sum or the product of tensors of one shape, in the layout of the first that is a whole node."""
     plain = [
         k
         for k, value in enumerate(values)
@@ -185,11 +187,11 @@ def joined(values: Sequence[Value]) -> Value:
         ]
         return materialised(Value(value.node, parts[0], parts[1]))  # type: ignore[arg-type]
 
-    return lead.like(Node(lead.node.shape, tuple(relaid(value) for value in values), None, "sum"))
+    return lead.like(Node(lead.node.shape, tuple(relaid(value) for value in values), None, name))
 
 
 def concatenated(parts: Sequence["Value | Tensor"], dim: int) -> Value:
-    """Return torch.cat of values and constants; of several nodes it is a sum, each node among zeros."""
+    """Return torch.cat of values and constants; of several nodes it is the sum of each node padded with zeros."""
     nodes = list(dict.fromkeys(part.node for part in parts if isinstance(part, Value)))
 
     def of(node: Node) -> Value:

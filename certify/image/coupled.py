@@ -1,4 +1,4 @@
-"""The largest loss of a margin to first order and remainders together, as one image seldom attains the worst of both.
+"""The largest loss of a margin to first order and remainders together: one image seldom attains both worst cases.
 
 `Ellipsoids.cost` adds the worst of each. Split u of ellipsoid.py into its parts: u_0 of the image, u_k of remainders
 and u_n of defects. The loss is at most the largest value of
@@ -33,7 +33,7 @@ from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
 ALIGNED = 0.5  # what remainders add to the image's multiplier, relative to the most they could, approximately
-FIRM = 1.2  # multipliers of remainders, relative to what the parts behind them require
+FIRM = 1.2  # multipliers of remainders, relative to what the parts after them require
 SPARE = (0.02, 0.05, 0.1, 0.2, 0.4)  # tried multiples of D above kappa D
 STEEP = (1.0, 1.1, 1.3, 1.7)  # m in units of |b| / t, where kappa does not require more
 

@@ -1,7 +1,7 @@
 """The set that the ball of images reaches at every leaf: an ellipsoid, the image of one ball under a linear map.
 
-The change H_i of the input of leaf i is linear in the image's change G, in the remainders in front, and in the errors
-d_n at the outputs of the leaves in front (rounding),
+The change H_i of the input of leaf i is linear in the image's change G, in the remainders of earlier leaves, and in the
+errors d_n at their outputs (rounding),
 
     H_i = A_i G + sum_{k<i} J_{k->i} B_k r_k + sum_{n<i} J_{n->i} d_n = M_i u,    u = (G / E, r_k / W_k, d_n / w_n),
 
@@ -70,7 +70,7 @@ def identity(like_B: Tensor) -> QuadraticForm:
 class Grown:
     """The bounds at one e.
 
-    `before` is Theta in front of every nonlinear leaf, `theta` that of each leaf, `sizes` bounds of |H| for some
+    `before` is Theta before every nonlinear leaf, `theta` that of each leaf, `sizes` bounds of |H| for some
     leaves, `defects` the errors at the ends of nodes, and `theta_0_B` their theta_0.
     """
 
@@ -243,12 +243,12 @@ class Ellipsoids:
         return self.rounding.of_gradients(lengths)
 
     def whole(self, grown: Grown) -> Tensor:
-        """Bound |u|, with all that moves any leaf: (B,)."""
+        """Bound |u|, including everything that moves any leaf: (B,)."""
         last = self.tape.nonlinear[-1]
         return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
 
     def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
-        """Return theta of a leaf for Theta in front of it; the bound at the largest e holds below it, and shrinks."""
+        """Return theta of a leaf for Theta before it; the bound at the largest e holds below it, and shrinks."""
         leaf, rest = self.tape.leaves[at], self.rests[at]
         if leaf.forms is None or rest.reach is None or rest.form is None:
             weight_B = self.joint.weights[at].flatten(1).amin(1)

@@ -20,7 +20,7 @@ Sizes = dict[int, Tensor]  # leaf -> (B,)
 
 @dataclass(frozen=True)
 class Scale:
-    """A diagonal matrix in front of u: its entries (C, B, n), the largest of them, and that of the noise (C, B)."""
+    """A diagonal matrix that multiplies u: its entries (C, B, n), the largest of them, and that of the noise (C, B)."""
 
     entries: Tensor
     most: Tensor

@@ -50,7 +50,7 @@ class Situation:
     head: nn.Linear
     rivals_BR: Tensor
     seed: bytes
-    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) in front of every node, or an empty list
+    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) before every node, or an empty list
     proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,): proved by the adjoint analysis, so that no stage is needed
     off: Off  # error at the end of a node
     kept: Callable[[Tensor], Tensor]  # r (B,) -> (B, J): rounding to subtract from margins, for features within r
@@ -165,8 +165,8 @@ class Formed:
 class Asked:
     """The quantities at one e.
 
-    `grown` says how far the forms grow, `moved_B` how far the features move, and `kept_BJ` what rounding takes of
-    margins.
+    `grown` has the bounds of the forms, `moved_B` bounds the move of the features, and `kept_BJ` what rounding takes
+    from margins.
     """
 
     e_B: Tensor

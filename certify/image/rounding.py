@@ -38,7 +38,7 @@ class Rounding:
         return Rounding(self.joint, {at: torch.where(sure_B, n_B, torch.inf) for at, n_B in self.sizes.items()})
 
     def share(self, last: int, scale: Scale | None = None) -> Tensor:
-        """Return the share of maps to leaves up to `last`: (B,), or (C, B) behind a scale."""
+        """Return the share of maps to leaves up to `last`: (B,), or (C, B) after a scale."""
         total = torch.zeros_like(self.joint.most_B)
         for at in self.sizes:
             if at < last:
@@ -77,7 +77,7 @@ class Rounding:
         return nan_to_inf(OUT * torch.stack(terms).sum(0))
 
     def _own(self, at: int) -> Tensor:
-        """Bound |eps_l| for |u| = 1: of the leaf, of the remainder that enters behind it, and of the sum there."""
+        """Bound |eps_l| for |u| = 1: of the leaf, of the remainder that enters after it, and of the sum there."""
         leaf, behind = self.joint.tape.leaves[at], [k for k in self.sizes if k > at]
         off_B = product(leaf.rounding, self.sizes[at])
         if at in self.joint.weights:

@@ -67,14 +67,14 @@ class Samples:
         return lengths
 
     def reach(self, at: int, v: Tensor, total_B: Tensor) -> Tensor:
-        """Estimate the reach of a leaf's functionals for Theta in front of it, from random changes v of its input."""
+        """Estimate the reach of a leaf's functionals for Theta before it, from random changes v of its input."""
         forms = self.formed[at]
         length = (forms.squares(v) / len(v)).sqrt()
         reach = broadcast_batch(self._around(total_B), length.shape[1:]) * length
         return within(self.sizes[at], forms, reach) if at in self.sizes else reach
 
     def rest(self, at: int, v: Tensor, joint: Joint, weight: Tensor, total_B: Tensor) -> Tensor:
-        """Estimate |r / weight| (B,) of a leaf's remainder r, for Theta in front of the leaf."""
+        """Estimate |r / weight| (B,) of a leaf's remainder r, for Theta before the leaf."""
         leaf, form = self.tape.leaves[at], identity(self.most_B)
         if leaf.forms is not None:
             form = leaf.forms.of_rest(self.reach(at, v, total_B), 1 / weight)

@@ -8,7 +8,7 @@ part of leaf k's remainder in the seminorm, relative to that of the image. For t
 
     (sum_k a_k)^2 = (sum_k a_k^2 / theta_k) (sum_k theta_k).
 
-Both a_k and theta_k depend on the weights of the leaves in front. They are therefore estimated twice: a theta_k that is
+Both a_k and theta_k depend on the weights of earlier leaves. They are therefore estimated twice: a theta_k that is
 overestimated tenfold gives an oversized W_k, which loosens the bound tenfold.
 
 Letters: B images, M random vectors.

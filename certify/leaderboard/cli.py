@@ -15,7 +15,7 @@ from certify.rows.arguments import Config, Subject, data_of, handover_of
 from certify.rows.draws import UNKNOWN
 from certify.rows.progress import progress_bar
 from certizoo import UserError
-from certizoo.config.schema import Count, Text, typed_values
+from certizoo.config.schema import Count, PathText, Text, typed_values
 from certizoo.files import disk_errors
 
 
@@ -23,7 +23,7 @@ from certizoo.files import disk_errors
 class SubmitKeys(Subject):
     """configs/submit.yaml."""
 
-    results: tuple[str, ...] = ()
+    results: tuple[PathText, ...] = ()
     title: Text | None = None
     training: Text | None = None
     extra_data: bool = False
@@ -34,8 +34,8 @@ class SubmitKeys(Subject):
 class CheckKeys(Subject):
     """configs/check.yaml."""
 
-    files: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
+    files: tuple[PathText, ...] = ()
+    results: tuple[PathText, ...] = ()
     served_dtype: str | None = "float32"
     images: Count = 50
 

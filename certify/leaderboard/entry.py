@@ -51,7 +51,7 @@ def read(path: Path) -> Entry:
     """Read the entry in a file. Raises UserError naming the first fault."""
     entry = read_json(path)
     for fault in faults(entry):
-        raise UserError(f"{path} is no valid entry: {fault}; create it with python -m certify submit")
+        raise UserError(f"{path} is not a valid entry: {fault}; create it with python -m certify submit")
     require_file_name(entry["name"], "name")
     return dict(entry)
 
@@ -68,7 +68,7 @@ def faults(entry: object) -> Iterator[str]:
     curves = entry.get("curves")
     for norm, curve in curves.items() if isinstance(curves, dict) else ():
         if norm not in NORMS or not isinstance(curve, dict) or not curve:
-            yield f"curves.{norm} is no curve in one of {', '.join(NORMS)}"
+            yield f"curves.{norm} is not a curve in one of {', '.join(NORMS)}"
         else:
             yield from _curve(norm, curve, entry.get("clean"))
 
@@ -77,7 +77,7 @@ def _chance(entry: Entry) -> Iterator[str]:
     """Yield the faults in the failure probability, and in the nonces that it is over."""
     failure = entry.get("failure_probability", 0)
     if not (isinstance(failure, int | float) and 0 <= failure <= 1):
-        yield f"failure_probability is {str(failure)[:60]!r}, no probability"
+        yield f"failure_probability is {str(failure)[:60]!r}, not a probability"
     nonces = entry.get("nonces", [])
     for place, nonce in enumerate(nonces if isinstance(nonces, list) else ()):
         if isinstance(nonce, dict):
@@ -103,7 +103,7 @@ def _curve(norm: str, curve: Entry, clean: object) -> Iterator[str]:
     for eps in sorted(curve, key=lambda eps: _number(eps) or 0.0):
         where, point = f"curves.{norm}.{eps}", curve[eps]
         if not (_number(eps) or 0.0) > 0 or not isinstance(point, dict):
-            yield f"{where} is no point at a radius above 0"
+            yield f"{where} is not a point at a radius above 0"
             continue
         yield from _form(point, POINT, f"{where}.")
         shares = {key: point.get(key) for key in ("certified", "attacked")}
@@ -122,7 +122,7 @@ def _form(content: Entry, wanted: dict[str, tuple[type, ...]], where: str) -> It
         elif not isinstance(content[key], wanted[key]) or (isinstance(content[key], bool) and bool not in wanted[key]):
             yield f"{where}{key} is {str(content[key])[:60]!r}"
         elif wanted[key][:2] == NUMBER and content[key] is not None and not 0 <= content[key] <= 100:
-            yield f"{where}{key} is {content[key]}, no per cent"
+            yield f"{where}{key} is {content[key]}, not a percentage"
 
 
 def _number(text: object) -> float | None:

@@ -21,12 +21,12 @@ def faults(
 ) -> Iterator[str]:
     """Yield the faults in {nonce, origin, beacon} of a result with this failure probability.
 
-    There are none where the probability is 0, as no norm was then found by a random method.
+    There are none if the probability is 0, because then no norm was found by a random method.
     """
     for said in nonces if chance != 0 else ():
         nonce, origin, beacon = (said.get(key) for key in ("nonce", "origin", "beacon"))
         if origin not in ORIGINS:
-            yield f"the nonce {shown(nonce)} is {shown(origin)}, none of {', '.join(ORIGINS)}"
+            yield f"the nonce {shown(nonce)} has the origin {shown(origin)}; it must be one of {', '.join(ORIGINS)}"
         elif origin == GIVEN:
             yield f"the nonce {shown(nonce)} was given, and may be the best of many; remove nonce=, or set beacon="
         elif origin == DERIVED and not _derives(nonce, weights_sha256, images_sha256, beacon):

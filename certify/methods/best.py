@@ -2,7 +2,7 @@
 
 All methods certify the same baked function, eps and set of inputs.
 
-LoFAST replaces the image certificate where that has no rules. It would prove nothing in addition to it: on 160 images
+LoFAST replaces the image certificate where that has no rules. It would prove nothing more: on 160 images
 of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
 """
 
@@ -75,7 +75,7 @@ class BestAnalysis:
         raise AssertionError("the first method always has a breakdown")
 
     def _analysis(self, k: int) -> Analysis:
-        """Return the analysis of method k; it and those in front of it are made on first use."""
+        """Return the analysis of method k; it and those before it are built on first use."""
         while len(self._made) <= k:
             self._made.append(self._certifiers[len(self._made)].analyse(*self._batch))
         return self._made[k]

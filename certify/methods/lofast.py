@@ -37,7 +37,7 @@ from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import float_error
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.first_order import layer_of, radii, steps_of, trunk
-from zoo.bounds.rule_table import Link
+from zoo.bounds.rule_table import Link, together
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LoFAST:
         self.model = model_of(model, self.types)
         self.baked = self.model.exact
         self.links, self.head = trunk(self.baked)
-        layers = [self.layers(link) for link in self.links]
+        layers = together(self.layers, self.links)
         self.steps = [step for steps in layers for step in steps]
         self.ends = list(accumulate(map(len, layers)))  # where each link ends, counted in steps
         self.names = names(self.baked, self.steps)

@@ -167,7 +167,7 @@ def head_parts(
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return W_Q, W_K, W_V, W_O as views of the parameters, those that the attention has."""
+    """Return those of W_Q, W_K, W_V, W_O that the attention has, as views of the parameters."""
     content = getattr(module, "content", module)
     if isinstance(content, QKVAttention):
         return dict(zip(("W_Q", "W_K", "W_V"), content.qkv.weight.chunk(3), strict=True)) | {"W_O": content.proj.weight}

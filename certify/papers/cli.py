@@ -13,7 +13,7 @@ import zoo
 from certify.papers import analysis, feature_figures, feature_report
 from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of
 from certify.rows.progress import progress_bar
-from certizoo.config.schema import typed_values
+from certizoo.config.schema import PathText, typed_values
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class AnalyseKeys(Subject, analysis.Settings):
 class FeaturesKeys(Subject, feature_report.Settings):
     """configs/features.yaml."""
 
-    against: str | None = None
+    against: PathText | None = None
 
 
 def analyse(config: Config) -> None:

@@ -76,7 +76,7 @@ class Heads:
 
 
 def naive(module: DotProductAttention, x_BND: Tensor) -> Bound:
-    """Return (1 + sum_l ||P_l|| ||M_l||) r + delta_2^(2)(r): LoFAST, eq. 12 in the place of zeta, with eq. 28."""
+    """Return (1 + sum_l ||P_l|| ||M_l||) r + delta_2^(2)(r): LoFAST, eq. 12 in place of zeta, with eq. 28."""
     heads = Heads(module, x_BND)
     return lambda r: heads.first_naive() * r + heads.second(r)
 

@@ -17,7 +17,7 @@ from certify.photos.predict import Answer, Asked, Predictor
 from certify.photos.server import Place, serve_forever
 from certify.rows.arguments import Config, Subject, handover_of, settings_of
 from certizoo import UserError
-from certizoo.config.schema import typed_values
+from certizoo.config.schema import PathText, typed_values
 from certizoo.files import disk_errors, whole_file
 
 TABLE = "images.csv"
@@ -27,7 +27,7 @@ TABLE = "images.csv"
 class ImageKeys(Subject, Asked):
     """configs/image.yaml."""
 
-    files: tuple[str, ...] = ()
+    files: tuple[PathText, ...] = ()
 
 
 @dataclass(frozen=True)

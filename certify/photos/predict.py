@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def proved(self) -> str:
-        """The radius in words, never more than it is."""
+        """The radius in words, rounded down."""
         return radius_in(self.norm, max(0.0, self.radius - HALF[self.norm])) if self.radius > 0 else "nothing"
 
     @property

@@ -49,7 +49,9 @@ class Place(Section):
         if not self.host:
             raise UserError("host= must be an address of this machine, such as 127.0.0.1 or 0.0.0.0")
         if self.token is not None and len(self.token) < MIN_TOKEN:
-            raise UserError(f"token must be a text of at least {MIN_TOKEN} letters in quotes; change it, or remove it")
+            raise UserError(
+                f"token must be a quoted string of at least {MIN_TOKEN} characters; change it, or remove it"
+            )
 
     @property
     def local(self) -> bool:
@@ -172,11 +174,11 @@ class Handler(BaseHTTPRequestHandler):
         if server.token is not None:
             if hmac.compare_digest(token.encode(), server.token.encode()):
                 return True
-            self._say(403, "the address needs ?token=, as the command prints it")
+            self._say(403, "the address needs ?token=, which the command prints")
             return False
         if self.headers.get("Host", "") in server.names():
             return True
-        self._say(403, "this page answers to its own address alone, as the command prints it")
+        self._say(403, "this page answers only at its own address, which the command prints")
         return False
 
     def _is_ours(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import zoo
 from certify.rows.images import Share
 from certizoo import UserError
-from certizoo.config.schema import Section, hints, section_of
+from certizoo.config.schema import PathText, Section, hints, section_of
 from certizoo.shards import DataConfig, config_of, from_elsewhere, require_fit
 
 Config = dict[str, Any]
@@ -18,12 +18,12 @@ S = TypeVar("S", bound=Section)
 class Subject(Section):
     """The keys that say what a command is about and where its results go."""
 
-    handover: str | None = None
+    handover: PathText | None = None
     version: str | None = None
     model: str | None = None
     data: dict[str, Any] | None = None
     trust_data: bool = False
-    out: str | None = None
+    out: PathText | None = None
 
 
 def handover_of(config: Config) -> Path:
@@ -39,7 +39,7 @@ def handover_of(config: Config) -> Path:
     if given == ["model"]:
         return zoo.weights.handover_of(str(config["model"]))
     if config["handover"]:
-        return zoo.handover.folder_of(Path(config["handover"]).expanduser())
+        return zoo.handover.folder_of(Path(config["handover"]))
     from certizoo.registry import browse
 
     return browse.download(config["version"])
@@ -48,7 +48,7 @@ def handover_of(config: Config) -> Path:
 def out_of(config: Config, handover: Path, name: str) -> Path:
     """Return the folder `out`, or `name` beside the hand-over."""
     if config["out"]:
-        return Path(config["out"]).expanduser()
+        return Path(config["out"])
     if config["version"] or config.get("model"):
         raise UserError("results of a published version need a folder; set out=DIR")
     return handover.parent / name
@@ -74,5 +74,5 @@ def share_of(config: Config) -> Share:
 
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
-    """Return settings of this class, from the keys with their names except those that are `given`."""
+    """Return settings of this class: `given`, and the keys of the same names for all others."""
     return section_of(kind, {name: config[name] for name in hints(kind) if name not in given} | given)

@@ -103,5 +103,5 @@ def _room(device: str) -> int:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = sum(int(node.get(name, 0)) for node in nodes)
     if room < 1:
-        raise UserError(f"on=ray: none of {len(nodes)} nodes has a {name}; add one, or set device to what they have")
+        raise UserError(f"on=ray: none of {len(nodes)} nodes has a {name}; add one, or set another device")
     return room

@@ -58,14 +58,14 @@ def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce
 
 
 def derived(weights_sha256: str, images_sha256: str, beacon: str) -> Nonce:
-    """Return the nonce that nobody chose, from these weights and images and a beacon that was published after both."""
+    """Derive a nonce that nobody could choose from weights, images and a beacon published after both."""
     return Nonce(derived_nonce(weights_sha256, images_sha256, beacon), DERIVED, beacon)
 
 
 def derived_nonce(weights_sha256: str, images_sha256: str, beacon: str) -> str:
     """Return d and the SHA-256 of the three, a line each. Raises UserError unless the beacon is a line of text."""
     if not beacon or not beacon.isprintable():
-        raise UserError(f"beacon={shown(beacon)} is no line of text; use one that was published after the weights")
+        raise UserError(f"beacon={shown(beacon)} is not a line of text; use one that was published after the weights")
     lines = f"{weights_sha256}\n{images_sha256}\n{beacon}\n"
     return f"d{hashlib.sha256(lines.encode()).hexdigest()}"
 

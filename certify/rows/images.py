@@ -3,12 +3,11 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError, shards
-from certizoo.config.schema import Section, Whole
+from certizoo.config.schema import FilePath, Section, Whole
 from certizoo.shards.sets import listing_of, warn_of_empty_classes
 
 
@@ -21,7 +20,7 @@ class Share(Section):
     """
 
     first: Whole = 0
-    parts: tuple[Path, ...] = ()
+    parts: tuple[FilePath, ...] = ()
 
 
 WHOLE = Share()
@@ -65,7 +64,7 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
     """
     test = shards.find(data, "test")
     if first >= test.samples:
-        raise UserError(f"first={first}: {data.root} has {test.samples} test images; set less")
+        raise UserError(f"first={first}: {data.root} has {test.samples} test images; lower it")
     warn_of_empty_classes(test, data.root)
     found: dict[str, int] = {}
     content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())

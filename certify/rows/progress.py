@@ -37,18 +37,18 @@ def progress_bar(title: str, console: Console) -> Iterator[Progress]:
 def progress_lines(title: str, console: Console, clock: Callable[[], float] = time.monotonic) -> Progress:
     """Return a progress that prints "certifying 20/100, 2.00/s, 40 s left", at most every LINE_SECONDS.
 
-    The rate and the time left count from the first report, so that rows of an earlier run do not enter them.
+    The first report is printed at once, since a batch may take minutes. The rate and the time left count from it, so
+    that rows of an earlier run do not enter them.
     """
     first: tuple[float, int] | None = None
-    printed = clock()
+    printed = 0.0
 
     def report(done: int, total: int) -> None:
         nonlocal first, printed
         now = clock()
-        first = first or (now, done)
-        if now - printed < LINE_SECONDS:
+        if first and now - printed < LINE_SECONDS:
             return
-        printed = now
+        first, printed = first or (now, done), now
         seconds, pieces = now - first[0], done - first[1]
         line = f"{title} {done}/{total}"
         if seconds > 0 and pieces > 0:

@@ -68,7 +68,7 @@ def rows_at(path: Path) -> list[Row]:
     """Return the rows of a finished result. Raises UserError if a line is invalid."""
     rows = [_parsed(line) for line in path.read_bytes().splitlines()]
     if not all(isinstance(row, dict) and isinstance(row.get("key"), str) for row in rows):
-        raise UserError(f"{path} has a line that is no row of an image; compute that result again")
+        raise UserError(f"{path} has a line that is not a row of an image; compute that result again")
     return rows
 
 
@@ -122,7 +122,7 @@ def require(rows: Sequence[Any], images: Sequence[Listed], columns: RowSchema, p
 
 
 def append(path: Path, rows: list[Row]) -> None:
-    """Append rows, which are on the disk when it returns."""
+    """Append rows and return once they are on the disk."""
     try:
         with path.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -134,7 +134,7 @@ def append(path: Path, rows: list[Row]) -> None:
 
 
 def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
-    """Return the digests of the files of rows, for the summary that is made of them."""
+    """Return the digests of the files of rows, for the summary made from them."""
     return {DIGESTS: {name: _digest(folder / name) for name in names}}
 
 
@@ -149,7 +149,7 @@ def require_rows(summary: Path, *names: str) -> dict[str, Any]:
     content = read_json(summary)
     said = content.get(DIGESTS, {}) if isinstance(content, dict) else None
     if not isinstance(said, dict):
-        raise UserError(f"{summary} is no summary of results; remove it, and the same command writes it again")
+        raise UserError(f"{summary} is not a summary of results; remove it, and the same command writes it again")
     for name in names:
         if name in said and said[name] != _digest(summary.with_name(name)):
             raise UserError(

@@ -81,7 +81,7 @@ class RowSchema:
 
     def _of_image(self, row: object, image: Listed) -> str | None:
         if not isinstance(row, dict):
-            return "is no row of columns"
+            return "is not a row of columns"
         if (row.get("key"), row.get("label")) != image or not whole(row.get("label")):
             return f"is of image {row.get('key')} with label {row.get('label')}, not of {image.key} with {image.label}"
         for name, kind in self.needed.items():

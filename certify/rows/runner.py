@@ -44,10 +44,11 @@ class Run:
             handover: the hand-over, for other workers.
             make: called by each other worker of the crew with the hand-over and its number to get the same.
             crew: the processes that compute the rows.
-            progress: called after every batch.
+            progress: called before the first batch and after every one.
         """
         rows = list(self.rows)
         missing = self.listed.batches(skip=len(rows))
+        progress(len(rows), self.listed.total)
         with closing(_computed(own, handover, make, crew, missing)) as computed:
             for new in computed:
                 rows += new

@@ -40,7 +40,7 @@ class Model:
     snapshots: tuple[Snapshot, ...]
 
     def also(self, given: nn.Module) -> "Model":
-        """Return this model with a further one that must stay as it is, of which `served` is a copy."""
+        """Return this model with `given`, the model that `served` was copied from; it must not change either."""
         return replace(self, snapshots=(*self.snapshots, Snapshot.of(given)))
 
     def require_unchanged(self, *, digests: bool = False) -> None:
@@ -110,7 +110,7 @@ def refuse_process() -> None:
 
 
 def refuse_impostor(model: nn.Module) -> None:
-    """Raise UserError for a model that computes something else than its code and its weights say.
+    """Raise UserError for a model that computes something other than its code and its weights say.
 
     The model is inspected, and none of its own code is called.
     """
@@ -143,16 +143,16 @@ def folded_copy(model: nn.Module) -> nn.Module:
     copied = folded(model)
     given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
     if {path: type(module) for path, module in integrity.modules_of(copied)} != given:
-        raise UserError("a copy of the model has other modules than the model; remove its own __deepcopy__")
+        raise UserError("a copy of the model has different modules from the model; remove its own __deepcopy__")
     weights = dict(integrity.tensors_of(copied))
     for path, tensor in integrity.tensors_of(model):
         if _outlives(path) and not _equal(weights.get(path), tensor):
-            raise UserError(f"{path} is another in a copy of the model; remove its own __deepcopy__")
+            raise UserError(f"{path} differs in a copy of the model; remove its own __deepcopy__")
     return copied
 
 
 def _outlives(path: str) -> bool:
-    """Return whether what has this path remains after folding."""
+    """Return whether the part at this path remains after folding."""
     return "parametrizations" not in path.split(".")
 
 
@@ -177,7 +177,7 @@ def _refuse_types(served: nn.Module, types: Collection[torch.dtype]) -> None:
         raise UserError(f"the weights have several types ({names}); certify model.float()")
     if not any(dtype in types for dtype in found):
         raise UserError(
-            f"the weights are {names or 'none'}, and what such a model answers is not what its float64 function does; "
+            f"the weights are {names or 'none'}, and such a model does not answer like its float64 function; "
             "certify model.float() and serve that, or let certify.served_dtype=bfloat16 prove the rounding"
         )
 

@@ -1,6 +1,6 @@
 """The ball of images that a certificate covers, |G|_p <= eps for p = 2 or infinity.
 
-Everything behind the image is measured in L2. A method needs the L2 ball around this ball, and how far a linear
+Everything after the image is measured in L2. A method needs the L2 ball around this ball, and how far a linear
 function can fall on it, with d the number of entries of an image:
 
     |G|_inf <= eps   =>   |G|_2 <= sqrt(d) eps,        max <g, G> = |g|_1 eps = length(g) sqrt(d) eps.

@@ -1,6 +1,6 @@
 """The cost of every step of a model: names for the steps, their costs, and averages over images.
 
-Letters: B images, K steps; e_k the radius and g_k the gradient of the margin behind step k.
+Letters: B images, K steps; e_k the radius and g_k the gradient of the margin after step k.
 """
 
 import math
@@ -54,8 +54,8 @@ def growth(steps: Sequence[str], radii: Sequence[Tensor]) -> Breakdown:
 def shares(steps: Sequence[str], gradient_KB: Tensor, radii: Sequence[Tensor], remainder_KB: Tensor) -> Breakdown:
     """Return the parts of the loss min_c [ ||g_c|| e_c + sum_{k>c} rem_k ] of the binding class, at its best cut c.
 
-    The parts are the first order ||g_0|| e_0; what the steps in front of the cut add to it, ||g_c|| e_c - ||g_0|| e_0;
-    and the remainder of every step, 0 in front of the cut. They add up to 1.
+    The parts are the first order ||g_0|| e_0; what the steps before the cut add to it, ||g_c|| e_c - ||g_0|| e_0;
+    and the remainder of every step, 0 before the cut. They add up to 1.
 
     Gradients ||g_k|| and radii e_k (B,), k = 0 .. K; remainders rem_k(e_{k-1}), k = 1 .. K.
     """

@@ -163,7 +163,7 @@ def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
 
 
 def guess_of(analysis: Analysis) -> Tensor:
-    """Return the analysis's own guess where that is a radius, else a fixed one, as a search from 0 ends at once."""
+    """Return the analysis's own guess where that is a radius, else a fixed one: a search from 0 would end at once."""
     usual_B = analysis.ball.eps_within(torch.full_like(analysis.clean.margin_BJ[:, 0], FIRST_RADIUS))
     if not isinstance(analysis, Guessing):
         return usual_B

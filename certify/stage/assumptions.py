@@ -32,7 +32,7 @@ KERNELS = Assumption(
     "slack",
 )
 RESERVE = Assumption(
-    "What the prover computes of activations beside the forward pass rounds by at most 8 times the error that is "
+    "Quantities that the prover computes from activations outside the forward pass round by at most 8 times the error "
     "bounded for that pass.",
     "slack",
 )
@@ -42,8 +42,8 @@ SLACK = Assumption(
 )
 CROWN = Assumption("auto_LiRPA computes the bounds that CROWN defines, to 1e-6 of the margins.", "crown")
 EXACT = Assumption(
-    "The certified function is the model in exact arithmetic; what the served type rounds is measured on these images, "
-    "not proved.",
+    "The certified function is the model in exact arithmetic; the rounding of the served type is measured on these "
+    "images, not proved.",
     "served-weights",
 )
 SERVED = tuple(Assumption(f"{text[0].upper()}{text[1:]}.", "rounding") for text in ASSUMPTIONS)
@@ -54,7 +54,7 @@ RANDOM = Assumption(
 )
 CHANCE = "No random start makes a norm too small; the probability that one does is at most"
 DRAWN_AFTER = Assumption(
-    "Weights and images were fixed before the nonce of the random starts was known to whoever made them.", "lanczos"
+    "Weights and images were fixed before the nonce of the random starts was known to their authors.", "lanczos"
 )
 EVERY = (KERNELS, RESERVE, SLACK, CROWN, EXACT, *SERVED, RANDOM, DRAWN_AFTER)
 

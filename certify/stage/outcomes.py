@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from certify.api import certifier as certifier_of
 from certify.api import outside_inference_mode, radius_given, radius_of
-from certify.methods import named
+from certify.methods import AUTO, named
 from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
 from certify.shared.ball import L2
@@ -46,7 +46,7 @@ def evaluate(
     labels_B: Tensor,
     *,
     eps: Sequence[float],
-    method: str = "lofast",
+    method: str = AUTO,
     attack: AttackConfig = DEFAULT_ATTACK,
     keys: Sequence[str] | None = None,
     nonce: str | None = None,
@@ -59,8 +59,8 @@ def evaluate(
 
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
+    method = named(method, model, tuple(images_BCHW.shape[1:]) if isinstance(images_BCHW, Tensor) else None)
     certifier = certifier_of(model, method, nonce, norm, (images_BCHW, labels_B))
-    method = named(method, model)
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())
     images, labels = batch_given(images_BCHW, labels_B)

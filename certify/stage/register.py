@@ -28,7 +28,7 @@ def publish(
 ) -> str:
     """Register the certified hand-over as a model version; returns a line that says where, or where it waits.
 
-    `tags` join those of the certificate; facts are not for them to say. `champion_images`: with fewer no champion.
+    `tags` join those of the certificate and cannot state its facts. A champion needs at least `champion_images` images.
 
     The version holds the hand-over's files and those of `out`, collected in `published/` beside `out`.
     """
@@ -52,7 +52,7 @@ def publish(
         uri=uri,
     )
     if version.version is None:
-        return f"not yet: MLflow is away; {version.uri} waits for `certizoo registry sync {out.parent}`"
+        return f"not yet: MLflow does not answer; {version.uri} waits for `certizoo registry sync {out.parent}`"
     standing = " (champion)" if version.champion else f" (not champion: {version.why})"
     return f"{version.name} version {version.version}{standing}"
 

@@ -1,6 +1,6 @@
 """The certify stage: hand-over in, one row per image as it goes, then `certificate.json`, a curve and a model card.
 
-OUT/certificates.jsonl    one row per image, written as it is proved; a second start goes on after the last one
+OUT/certificates.jsonl    one row per image, written as it is proved; a second start continues after the last one
 OUT/certificates.parquet  the same rows as a table, when all are there
 OUT/certificate.json      what was proved, of which weights, on which images, by which method and numerics
 OUT/curve.png             certified and attacked accuracy against eps
@@ -54,7 +54,7 @@ def run(
     """Certify and attack the test images for the model in `handover`; return the content of certificate.json.
 
     Resumes where an earlier start in `out` stopped; refuses an `out` that belongs to other weights, data or settings,
-    or in which another process is at work. `progress(done, total)` is called after every batch.
+    or in which another process is at work. `progress(done, total)` is called at first and after every batch.
     """
     with records.results(out):
         return _run(handover, data, settings, out, progress, share)

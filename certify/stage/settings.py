@@ -35,7 +35,7 @@ class Settings(Section):
     images: Count | None = 500
     eps: tuple[Positive, ...] | None = None
     headline_eps: Positive | None = None
-    batch_size: Count = 50
+    batch_size: Count = 10
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: Text | None = None  # of random starts; None: that of existing rows, or a new one
     beacon: str | None = None  # text published after weights and images; the nonce is derived from all three

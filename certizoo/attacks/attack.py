@@ -15,7 +15,7 @@ Draws = Generator | Sequence[Generator] | None
 
 
 class Attack(Protocol):
-    """A search for images that fool a model. Each image it finds is a fact, whatever a certificate says."""
+    """A search for images that fool a model. An image it finds refutes any certificate that says otherwise."""
 
     @property
     def norm(self) -> str:

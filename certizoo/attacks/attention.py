@@ -22,7 +22,7 @@ from certizoo.attacks.losses import LOSSES, ce
 
 ATTENTION = "attention"
 LOSS_NAMES = (*LOSSES, ATTENTION)
-WEIGHT = 1.0  # of the pull, which is of the order of a logit, like CE; not tuned
+WEIGHT = 1.0  # weight of the pull, which is as large as a logit, like CE; not tuned
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

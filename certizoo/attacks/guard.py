@@ -29,7 +29,7 @@ def boxed(found_BCHW: Tensor, images_BCHW: Tensor) -> Tensor:
 
 
 class Forward(nn.Module):
-    """images_BCHW -> logits_BK in float32, as other libraries need it, whatever the dtype of the model."""
+    """images_BCHW -> logits_BK in float32, as other libraries need it, for a model of any dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -119,7 +119,7 @@ def pgd(
         disturb: (images_BCHW, x_BCHW) -> a point between the two, from which a step is taken instead of x.
 
     Raises:
-        UserError: for images outside [0,1] (normalised twice?), or labels that are no classes of the model.
+        UserError: for images outside [0,1] (normalised twice?), or labels that are not classes of the model.
         ValueError: for arguments that contradict each other.
     """
     labels_B = labels_given(images_BCHW, labels_B, probabilities=attack.loss == "ce")

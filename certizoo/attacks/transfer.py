@@ -36,7 +36,7 @@ class Transfer:
         return self.attack.together
 
     def require_model(self, model: nn.Module, classes: int, side: int) -> None:
-        """Require what the attack requires of the source."""
+        """Check the source by the attack's own requirements."""
         self.attack.require_model(self.source, classes, side)
 
     def run(self, model: nn.Module, images_BCHW: Tensor, labels_B: Tensor, draws: Draws = None) -> Tensor:

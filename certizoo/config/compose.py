@@ -30,7 +30,9 @@ WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in 
 def compose_config(config_name: str, overrides: Sequence[str], configs: Path = CONFIGS) -> dict[str, Any]:
     """Return the resolved configuration. Raises UserError if a key or a group is wrong, or the model missing."""
     if own := next((word for word in overrides if re.match(r"[+~]*hydra\.(?!searchpath)", word)), None):
-        raise UserError(f"{own} sets an option of Hydra, which does not run the program; results go to run_dir or out")
+        raise UserError(
+            f"{own} sets an option of Hydra, which has no effect here; to place results, set run_dir or out"
+        )
     if flag := next((word for word in overrides if word.startswith("-")), None):
         raise UserError(f"{flag} is a flag, but options are KEY=VALUE; see configs/{config_name}.yaml for the keys")
     try:

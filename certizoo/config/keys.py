@@ -1,4 +1,4 @@
-"""The keys of a YAML file with their comments: a comment stands behind its value and goes on in the lines below."""
+"""The keys of a YAML file with their comments: a comment follows its value, on its line and the lines below."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

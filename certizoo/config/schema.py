@@ -10,6 +10,7 @@ pydantic checks and converts a value whenever a section is made, from a file, a 
 """
 
 import argparse
+import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,16 +21,16 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function, no_info_before_validator_function
 
 from certizoo.errors import UserError
 from certizoo.nearest import unknown
 from certizoo.text import shown
 
 __all__ = [
-    "Count", "Ge", "Gt", "Le", "Lt", "Matching", "MinLen", "NonNegative", "OneOf", "Port", "Positive", "Section",
-    "Share", "Text", "Whole", "WrongValue", "argument", "checked", "hints", "section_of", "typed_values", "words",
-    "words_of", "written",
+    "Count", "FilePath", "Ge", "Gt", "Le", "Lt", "Matching", "MinLen", "NonNegative", "OnDisk", "OneOf", "PathText",
+    "Port", "Positive", "Section", "Share", "Source", "Text", "Whole", "WrongValue", "argument", "as_path", "checked",
+    "hints", "section_of", "typed_values", "words", "words_of", "written",
 ]  # fmt: skip
 
 S = TypeVar("S", bound="Section")
@@ -41,6 +42,7 @@ Port = Annotated[int, Ge(0), Lt(2**16)]  # 0: any free port
 Share = Annotated[float, Ge(0), Le(1)]
 Text = Annotated[str, Field(coerce_numbers_to_str=True)]  # name=7 is a name
 LARGEST = 2**63  # whole number
+LONGEST_PATH, LONGEST_NAME = 4000, 255  # characters, and bytes between two slashes
 
 _LAX = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
 _NAMES: dict[Any, str] = {
@@ -88,11 +90,36 @@ class Matching(Restriction):
         return re.fullmatch(self.pattern, value, re.ASCII) is not None
 
 
+class OnDisk(Restriction):
+    """Allows names that a file or folder can have, and replaces `~` by the home folder."""
+
+    def __init__(self, words: str = "a path") -> None:
+        self.words = words
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._expanded, handler(kind))  # Path("") would be the current folder
+
+    def allows(self, value: str) -> bool:
+        parts = os.fsencode(value).split(b"/")  # a lone surrogate is a ValueError
+        short = len(value) <= LONGEST_PATH and max(map(len, parts)) <= LONGEST_NAME
+        return bool(value.strip()) and value.isprintable() and short and not value.startswith("~")
+
+    def _expanded(self, value: Any) -> Any:
+        if not isinstance(value, str | Path):
+            return value
+        return self._require(os.path.expanduser(value))  # without such a home, `~name` stays
+
+
+PathText = Annotated[str, OnDisk()]
+FilePath = Annotated[Path, OnDisk()]
+Source = Annotated[str, OnDisk("a path, URL or name")]
+
+
 class WrongValue(UserError):
     """A value of another type or outside its range; `key` is relative to its section."""
 
     def __init__(self, key: str, value: object, wanted: str) -> None:
-        super().__init__(f"{key}={shown(value)} does not work; give {wanted}")
+        super().__init__(f"{key}={shown(value)} is invalid; give {wanted}")
         self.parts = key, value, wanted
 
     def within(self, section: str) -> "WrongValue":
@@ -125,7 +152,7 @@ def section_of(cls: type[S], said: object, name: str = "", where: str | None = N
     """Return the section `name` of a configuration from its keys; `where` lists the known keys for the error.
 
     Raises:
-        UserError: the section is no mapping, or a key or value is unknown, missing or wrong.
+        UserError: the section is not a mapping, or a key or value is unknown, missing or wrong.
     """
     if not isinstance(said, Mapping):
         raise UserError(
@@ -185,9 +212,12 @@ def argument(hint: Any) -> Callable[[str], Any]:
         try:
             return checked("", text, hint)
         except WrongValue:
-            raise argparse.ArgumentTypeError(f"{text!r} does not work; give {words(hint)}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is invalid; give {words(hint)}") from None
 
     return parse
+
+
+as_path = argument(FilePath)
 
 
 def words_of(cls: type[Section], name: str = "") -> dict[str, str]:
@@ -208,7 +238,7 @@ def words(hint: Any) -> str:
         *first, last = sorted(map(words, inside), key=lambda text: text == "null")
         return f"{', '.join(first)}, or {last}"
     if origin in (tuple, list, Sequence):
-        one = words(inside[0]).removeprefix("a ").replace("number", "numbers", 1)
+        one = re.sub("number|path", r"\g<0>s", words(inside[0]).removeprefix("a "), count=1)
         return f"a list of {one}" if origin is list or inside[-1] is ... else f"{len(inside)} {one}, as [A,B]"
     if origin in (dict, Mapping) or origin is not None:
         return "a mapping {KEY: VALUE}"

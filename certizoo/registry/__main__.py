@@ -3,12 +3,13 @@
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from certizoo import UserError
-from certizoo.config.schema import Port, argument
+from certizoo.config.schema import Port, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.registry import browse, publish, run_folder, runs, store, tables, ui
 from certizoo.registry.select import select
@@ -110,9 +111,11 @@ def parser() -> argparse.ArgumentParser:
     )
     pulling = add("pull", pull, "copy a version's files: weights, configuration, certificate, report")
     pulling.add_argument("reference", help=REFERENCE)
-    pulling.add_argument("to", type=Path, metavar="FOLDER", help="new or empty")
+    pulling.add_argument("to", type=as_path, metavar="FOLDER", help="new or empty")
     sending = add("sync", sync, "send what was kept while MLflow did not answer")
-    sending.add_argument("run_dirs", nargs="*", type=Path, metavar="RUNDIR", help="run folders (default: all of runs/)")
+    sending.add_argument(
+        "run_dirs", nargs="*", type=as_path, metavar="RUNDIR", help="run folders (default: all of runs/)"
+    )
     serving = add("ui", serve, "open the registry in a browser (mlflow server)")
     serving.add_argument("--host", default="127.0.0.1")
     serving.add_argument("--port", type=argument(Port), default=5000)
@@ -120,10 +123,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 @one_line_errors
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     store.use_defaults()
-    args = parser().parse_args()
+    args = parser().parse_args(argv)
     args.action(args)
 
 

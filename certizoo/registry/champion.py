@@ -73,7 +73,7 @@ def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
 
 
 def promote(client: "MlflowClient", name: str, version: str) -> None:
-    """Give `version` the aliases, whatever the rule says; against the rule it keeps them until the next promotion."""
+    """Give `version` the aliases, even against the rule; it then keeps them until the next promotion."""
     board = Board.read(client, name, version)
     by = RULE if board.by_rule(version) == version else HAND
     for other in board.by_hand():
@@ -137,7 +137,7 @@ class Board:
             return f"{held} was promoted by hand; its own figure is {figure(tags)}"
         other = list(_differences(tags, self.tags[holder]))
         if other:
-            return f"its question differs from that of {held}: {', '.join(other)}"
+            return f"its figures cannot be compared with those of {held}: {', '.join(other)}"
         return f"{figure(tags)} does not beat {held}"
 
 

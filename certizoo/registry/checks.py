@@ -18,9 +18,9 @@ WORD = re.compile(r"[\w-]{1,64}", re.ASCII)  # ids and keys are used in queries
 
 
 def text(found: Any, what: str, most: int = MAX_TEXT) -> None:
-    """Check a text. Lone surrogates raise by themselves, and NUL is refused: databases accept neither."""
+    """Raise ValueError for other types, long strings and NUL. Lone surrogates raise in encode()."""
     if not isinstance(found, str) or len(found) > most or b"\0" in found.encode():
-        raise ValueError(f"{what} is not a text of at most {most} characters")
+        raise ValueError(f"{what} is not a string of at most {most} characters")
 
 
 def word(found: Any, what: str) -> None:
@@ -54,7 +54,7 @@ def inside(base: Path, named: str) -> Path:
     if Path(named).is_absolute() or not folder.is_relative_to(root):
         raise ValueError(f"{named} lies outside of {base}")
     if not folder.is_dir():
-        raise ValueError(f"{folder} is gone")
+        raise ValueError(f"{folder} no longer exists")
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
             raise ValueError(f"{path.relative_to(folder)} is a link to outside of {base}")

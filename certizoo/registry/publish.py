@@ -198,7 +198,7 @@ def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
             _finish(earlier, run_dir, uri)
         except (store.Away, store.Full):
             raise
-        except UserError as refused:  # for ever: it would block all later ones
+        except UserError as refused:  # forever: it would block all later ones
             logger.warning("%s is dropped: %s", run_dir / PUBLICATION, refused)
 
 

@@ -1,4 +1,4 @@
-"""The files of a run folder from which MLflow gets the run: whatever it shows can be sent from here, and sent again.
+"""The files of a run folder from which MLflow gets the run: all that it shows can be sent from here, and sent again.
 
     config.yaml             parameters
     metrics.jsonl           one row of metrics a line, with its `step` and `time` (milliseconds since 1970)
@@ -115,7 +115,7 @@ def refuse_links(run_dir: Path, *names: str) -> None:
 
 
 def is_training(run_dir: Path) -> bool:
-    """Return True while a tracker is between its start and its end, in whatever process."""
+    """Return True while a tracker is between its start and its end, in any process."""
     with locked(run_dir / TRAINING, wait=False) as free:
         return not free
 

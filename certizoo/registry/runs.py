@@ -168,7 +168,7 @@ def _log_params(client: "MlflowClient", run_id: str, params: dict[str, str]) -> 
 
 
 def _end(client: "MlflowClient", run_id: str, run_dir: Path, state: Tracked) -> None:
-    """Send files and status. A killed trial that went on in another folder has the last word on its run there."""
+    """Send files and status. If a killed trial continued in another folder, that folder decides its status."""
     for name in run_folder.FOLDERS if state.status == "FINISHED" else ():
         if (run_dir / name).is_dir():
             try:

@@ -91,7 +91,7 @@ def agreed_uri(uri: str | None, meant_for: str | None, run_dir: Path) -> str:
     said = uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not said and meant_for and meant_for != public(target):
         raise UserError(
-            f"{run_dir} waits for {meant_for}, and nobody has said where it goes; give --uri, or set "
+            f"{run_dir} is meant for {meant_for}, but no server is set here; give --uri, or set "
             "MLFLOW_TRACKING_URI (this folder's own database: --uri sqlite:///mlflow.db)"
         )
     return target
@@ -176,7 +176,7 @@ def one_line(uri: str) -> Iterator[None]:
 
 @contextmanager
 def as_global(uri: str) -> Iterator[None]:
-    """Make `uri` MLflow's global one: its SQL registry looks a logged model up there, whatever the client's."""
+    """Make `uri` MLflow's global one: its SQL registry looks a logged model up there and ignores the client's."""
     import mlflow
 
     before, variable = mlflow.get_tracking_uri(), os.environ.get("MLFLOW_TRACKING_URI")

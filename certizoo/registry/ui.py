@@ -54,10 +54,10 @@ def check_free(host: str, port: int) -> None:
 
 
 def way_to_end() -> str:
-    return "Ctrl-C" if signal.SIGINT in heeded() else f"kill {os.getpid()}"
+    return "Ctrl-C" if signal.SIGINT in ending_signals() else f"kill {os.getpid()}"
 
 
-def heeded() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """Return the signals that end the server.
 
     A script's background job and `nohup` ignore Ctrl-C or the terminal's end so that they outlive it; these stay
@@ -75,7 +75,7 @@ def run_group(arguments: list[str], variables: dict[str, str]) -> int:
     """
     no_jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # of GenAI: three more processes
     got: list[int] = []
-    for number in heeded():
+    for number in ending_signals():
         signal.signal(number, lambda number, _: got.append(number))
     process = subprocess.Popen(arguments, start_new_session=True, env=os.environ | variables | no_jobs)
     try:

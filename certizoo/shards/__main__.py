@@ -12,7 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from certizoo import UserError
-from certizoo.config.schema import Count, Whole, argument
+from certizoo.config.schema import Count, Whole, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.shards import inspect, manifest, sources
 from certizoo.shards.config import require_name
@@ -103,11 +103,11 @@ def parser() -> argparse.ArgumentParser:
     make_digits.set_defaults(run=digits)
     look = commands.add_parser("inspect", help="show a folder's classes, samples and faults before it is written")
     look.set_defaults(run=inspect_folder)
-    look.add_argument("source", type=Path, help="a folder with a subfolder of images per class")
-    look.add_argument("--sheet", type=Path, default=Path("contact_sheet.png"), help="default: contact_sheet.png")
+    look.add_argument("source", type=as_path, help="a folder with a subfolder of images per class")
+    look.add_argument("--sheet", type=as_path, default=Path("contact_sheet.png"), help="default: contact_sheet.png")
     look.add_argument("--decode", action="store_true", help="decode every image, not the samples alone")
     make_folder = commands.add_parser("folder", help="a folder with a subfolder of images per class")
-    make_folder.add_argument("source", type=Path)
+    make_folder.add_argument("source", type=as_path)
     make_folder.set_defaults(run=folder)
     make_torchvision = commands.add_parser("torchvision", help="a data set that torchvision downloads")
     make_torchvision.add_argument("dataset", choices=sources.TORCHVISION_SETS)
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     make_index = commands.add_parser("index", help="write the manifest of existing shards")
     make_index.set_defaults(run=index)
     for command in (make_digits, make_folder, make_torchvision, make_index):
-        command.add_argument("root", type=Path, help="folder of the shards")
+        command.add_argument("root", type=as_path, help="folder of the shards")
     for command in (make_digits, make_folder, make_torchvision):
         command.add_argument("--seed", type=argument(Whole), default=0, help="seed of the order of the samples")
     for command in (make_folder, make_torchvision):
@@ -124,9 +124,9 @@ def parser() -> argparse.ArgumentParser:
     make_folder.add_argument("--split", required=True, choices=("train", "test"))
     make_folder.add_argument("--per-shard", type=argument(Count), default=1000)
     make_folder.add_argument("--resize", type=argument(Count), help="shrink images with a longer short side (JPEG 95)")
-    make_folder.add_argument("--only", type=Path, help="text file that lists the images to take, one per line")
+    make_folder.add_argument("--only", type=as_path, help="text file that lists the images to take, one per line")
     make_torchvision.add_argument("--name", help="default: the data set's, in lower case")
-    make_torchvision.add_argument("--download-to", type=Path, help="default: ROOT/download")
+    make_torchvision.add_argument("--download-to", type=as_path, help="default: ROOT/download")
     make_index.add_argument("--name", help="list NAME-*.tar in NAME.json; default: *.tar in manifest.json")
     make_index.add_argument("--decode", action="store_true", help="also decode every image")
     return main

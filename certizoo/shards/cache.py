@@ -58,8 +58,8 @@ class Cache:
             found = folder.stat()
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (0, os.getuid()):
                 raise UserError(
-                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check what "
-                    "is there each time: data.verify=sha256"
+                    f"others may write into data.cache={self.folder}; `chmod -R go-w` a folder of yours, or check "
+                    "every file: data.verify=sha256"
                 )
 
     def _filled(self, path: Path, size: int, fill: Callable[[BinaryIO], None]) -> BinaryIO:
@@ -130,7 +130,7 @@ class Cache:
 
 
 def _opened(path: Path, size: int, holds: Callable[[BinaryIO], bool] | None) -> BinaryIO | None:
-    """Open the file if it exists, is no link and is right; its modification time then records this use."""
+    """Open the file if it exists, is not a link and is right; its modification time then records this use."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except OSError:  # absent, or a link

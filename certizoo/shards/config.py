@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from certizoo import UserError
-from certizoo.config.schema import Ge, Le, OneOf, Positive, Section, section_of
+from certizoo.config.schema import Ge, Le, OneOf, PathText, Positive, Section, section_of
 
 PIPE = "pipe:"  # prefix of a root that is a command
 # A name without special meaning in a path, a URL or a command
@@ -50,15 +50,15 @@ class DataConfig(Section):
     on_corrupt: Annotated[str, OneOf("error", "skip")] = "error"
     max_corrupt: Annotated[int, Ge(0), Le(10**12)] = 100
     verify: Annotated[str, OneOf("auto", "size", "sha256")] = "auto"
-    cache: str | None = None
+    cache: PathText | None = None
     cache_gb: Positive = 100
     timeout: Annotated[int, Ge(1), Le(86_400)] = 60
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("root", "train", "test", "cache"):
-            if not _is_text(getattr(self, key)) and (key, self.cache) != ("cache", None):
-                raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r}: not a place; give one line of text")
+        for key in ("root", "train", "test"):
+            if not _is_text(getattr(self, key)):
+                raise UserError(f"data.{key}={str(getattr(self, key))[:80]!r} is invalid; give one line of text")
         require_name(self.name, "data.name")
         if self.augment in ("flip_crop_jitter", "randaug") and self.channels != 3:
             raise UserError(

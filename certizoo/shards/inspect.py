@@ -64,7 +64,7 @@ def save(inspection: Inspection, path: Path) -> None:
 
 
 def _of_classes(names: Sequence[str], counts: Sequence[int]) -> Iterator[str]:
-    """Yield a warning for each thing about the classes that is seldom meant."""
+    """Yield a warning for each likely mistake in the classes."""
     if len(names) == 1:
         yield f"there is one class, {names[0]}; give the folder above it if its subfolders are the classes"
     for name, count in zip(names, counts, strict=True):
@@ -83,7 +83,7 @@ def _samples(paths: Sequence[Path]) -> list[Path]:
 
 
 def _seen(path: Path, warnings: list[str]) -> Image.Image | None:
-    """Return a picture as it will be seen, shrunk; None, and a warning more, if it cannot be read."""
+    """Return a picture as the loader sees it, shrunk; add a warning and return None if it cannot be read."""
     try:
         with disk_errors("repair or remove the file"):
             tile = Image.fromarray(array_of(picture(path.read_bytes()), 3))

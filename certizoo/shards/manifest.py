@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 GENERAL = "manifest.json"
 
 
-def mend(path: Path) -> str:
+def fix(path: Path) -> str:
     """Return the advice for shards that differ from the manifest `path`."""
     name = "" if path.name == GENERAL else f" --name {shlex.quote(path.stem)}"
     index = f"certizoo shards index {shlex.quote(str(path.parent))}{name}"
@@ -54,13 +54,13 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest as read from `where`; `general` unless it is of one set. `mend`: the advice for differing shards."""
+    """A manifest as read from `where`; `general` unless it is of one set. `fix`: the advice for differing shards."""
 
     where: str
     files: dict[str, ShardInfo]
     class_names: list[str] | None
     general: bool
-    mend: str
+    fix: str
 
     def covers(self, paths: Iterable[Path]) -> bool:
         """Return False for a folder's general manifest that lists none of the shards: it is of other sets."""
@@ -74,19 +74,19 @@ def read(root: Path, name: str) -> Manifest | None:
             try:
                 content = path.read_bytes()
             except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror}); {mend(path)}") from None
-            return parse(content, str(path), general=path.name == GENERAL, mend=mend(path))
+                raise UserError(f"{path}: cannot be read ({error.strerror}); {fix(path)}") from None
+            return parse(content, str(path), general=path.name == GENERAL, fix=fix(path))
     return None
 
 
-def parse(content: bytes, where: str, *, general: bool, mend: str) -> Manifest:
+def parse(content: bytes, where: str, *, general: bool, fix: str) -> Manifest:
     """Parse the manifest that `where` holds. Raises `UserError` if it is malformed."""
     try:
         listing = json.loads(content)
         infos = [_info(entry) for entry in listing["files"]]
-        return Manifest(where, {info.file: info for info in infos}, listing.get("class_names"), general, mend)
+        return Manifest(where, {info.file: info for info in infos}, listing.get("class_names"), general, fix)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UserError(f"{where}: not a manifest of shards ({type(error).__name__}: {error}); {mend}") from None
+        raise UserError(f"{where}: not a manifest of shards ({type(error).__name__}: {error}); {fix}") from None
 
 
 def _info(entry: dict[str, Any]) -> ShardInfo:
@@ -114,7 +114,7 @@ def check(path: Path, manifest: Manifest, *, hashed: bool) -> ShardInfo:
     info = expected(path.name, str(path), manifest)
     hold(str(path), path.stat().st_size if path.is_file() else None, info, manifest)
     if hashed and info.sha256 and sha256_of(path) != info.sha256:
-        raise UserError(f"{path}: its sha256 is not the one in {manifest.where}; {manifest.mend}")
+        raise UserError(f"{path}: its sha256 is not the one in {manifest.where}; {manifest.fix}")
     return info
 
 
@@ -125,18 +125,18 @@ def expected(name: str, where: str, manifest: Manifest) -> ShardInfo:
     """
     info = manifest.files.get(name)
     if info is None:
-        raise UserError(f"{where} is not in {manifest.where}; {manifest.mend}")
+        raise UserError(f"{where} is not in {manifest.where}; {manifest.fix}")
     if min(info.samples, info.bytes) < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
-        raise UserError(f"{manifest.where}: the numbers of samples of {name} are inconsistent; {manifest.mend}")
+        raise UserError(f"{manifest.where}: the numbers of samples of {name} are inconsistent; {manifest.fix}")
     return info
 
 
 def hold(where: str, size: int | None, info: ShardInfo, manifest: Manifest) -> None:
     """Raise `UserError` unless the file exists (`size` is not None) with the manifest's size."""
     if size is None:
-        raise UserError(f"{where} is missing, but {manifest.where} lists it; {manifest.mend}")
+        raise UserError(f"{where} is missing, but {manifest.where} lists it; {manifest.fix}")
     if size != info.bytes:
-        raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.mend}")
+        raise UserError(f"{where} holds {size} bytes, {manifest.where} says {info.bytes}; {manifest.fix}")
 
 
 class Keys:

@@ -156,13 +156,13 @@ def read_manifest(source: Source, name: str) -> Manifest:
             failures.append(str(error).rpartition("; ")[0])
             continue
         where = source.where(file)
-        listing = manifest.parse(content, where, general=file == manifest.GENERAL, mend=_mend(where))
+        listing = manifest.parse(content, where, general=file == manifest.GENERAL, fix=_fix(where))
         for listed in listing.files:
             if not PLAIN.fullmatch(listed):
-                raise UserError(f"{where} names {listed!r}, which is not a plain file name; {listing.mend}")
+                raise UserError(f"{where} names {listed!r}, which is not a plain file name; {listing.fix}")
         return listing
     raise UserError(
-        f"no manifest ({'; '.join(failures)}); see that data.root is right, or run `certizoo shards index FOLDER` "
+        f"no manifest ({'; '.join(failures)}); check data.root, or run `certizoo shards index FOLDER` "
         "where the shards are files and copy the manifest beside them"
     )
 
@@ -176,13 +176,13 @@ def _small(source: Source, file: str) -> bytes:
     return bytes(content)
 
 
-def _mend(where: str) -> str:
-    return f"copy the shards there again, or mend {where}: `certizoo shards index FOLDER` where they are files"
+def _fix(where: str) -> str:
+    return f"copy the shards there again, or repair {where}: `certizoo shards index FOLDER` where they are files"
 
 
 def check(names: Sequence[str], source: Source, listing: Manifest, config: DataConfig) -> list[RemoteShard]:
     """Return the shards, checked as far as possible before they are fetched. Raises `UserError`."""
-    cache = Cache(Path(config.cache).expanduser(), int(config.cache_gb * 1e9)) if config.cache else None
+    cache = Cache(Path(config.cache), int(config.cache_gb * 1e9)) if config.cache else None
     infos = [manifest.expected(name, source.where(name), listing) for name in names]
     sizes = tried(lambda: source.sizes(names), source.where(""))
     for info in infos:

@@ -109,7 +109,7 @@ def _matching(root: Path, pattern: str, listing: Manifest | None) -> list[Path]:
 
 def _how(config: DataConfig, split: str) -> str:
     command = HOW_TO_MAKE.get(config.name, FOLDER).format(root=shlex.quote(config.root), name=config.name, split=split)
-    return f"make them with `{command}`, or set their place: data.root=FOLDER data.{split}=GLOB"
+    return f"make them with `{command}`, or set their location: data.root=FOLDER data.{split}=GLOB"
 
 
 def _checked(paths: list[Path], listing: Manifest | None, config: DataConfig, split: str) -> list[ShardInfo]:
@@ -133,9 +133,7 @@ def _with_labels(path: Shard, listed: ShardInfo, listing: Manifest, config: Data
         return listed
     scanned = _scanned(path, config, split)
     if scanned.samples != listed.samples:
-        raise UserError(
-            f"{path} holds {scanned.samples} samples, {listing.where} says {listed.samples}; {listing.mend}"
-        )
+        raise UserError(f"{path} holds {scanned.samples} samples, {listing.where} says {listed.samples}; {listing.fix}")
     return ShardInfo(listed.file, listed.samples, listed.bytes, listed.sha256, scanned.histogram)
 
 

@@ -15,7 +15,7 @@ from certizoo import UserError
 from certizoo.shards.tar import IMAGE_EXTENSIONS
 
 log = logging.getLogger(__name__)
-SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders that are no classes
+SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders that are not classes
 TORCHVISION_SETS = ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
 
 
@@ -30,7 +30,7 @@ class Folder(Sequence[tuple[Path, int]]):
             counts. The classes stay those of the folder.
 
     Attributes:
-        others: the number of files that are no images, by suffix, and of images beside the class folders.
+        others: the number of files that are not images, by suffix, and of images beside the class folders.
 
     Raises:
         UserError: there are no images, not exactly one of each name in `only`, the subfolders are splits (train and
@@ -59,7 +59,7 @@ class Folder(Sequence[tuple[Path, int]]):
 
     @property
     def left_out(self) -> str:
-        """The files that are not taken, in words."""
+        """The skipped files, in words."""
         return ", ".join(f"{count} files ({kind})" for kind, count in sorted(self.others.items()))
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Folder(Sequence[tuple[Path, int]]):
 
 
 def _hidden(path: Path) -> bool:
-    """Return True for what programs leave behind: .ipynb_checkpoints, .DS_Store, ._photo.jpg."""
+    """Return True for files that programs leave behind: .ipynb_checkpoints, .DS_Store, ._photo.jpg."""
     return path.name.startswith(".")
 
 
@@ -82,15 +82,15 @@ def _refuse_splits(root: Path, names: Sequence[str]) -> None:
     splits = [name for name in names if name.lower() in SPLITS]
     if len(splits) > 1:
         raise UserError(
-            f"{root} holds {' and '.join(splits)}, which are splits and no classes; give one of them: "
+            f"{root} holds {' and '.join(splits)}, which are splits, not classes; give one of them: "
             f"{root / splits[0]} with --split {'train' if splits[0].lower() == 'train' else 'test'}"
         )
 
 
 def _files(folder: Path, read: dict[Path, Path]) -> Iterator[Path]:
-    """Iterate over the visible files below a folder, behind links too; `read` maps real folders to how they were met.
+    """Iterate over the visible files below a folder, following links; `read` maps real folders to their first paths.
 
-    Raises UserError for a link to a folder that was met before: its images would be there twice, or forever.
+    Raises UserError for a link to a folder that was met before: its images would count twice, or forever.
     """
     real = folder.resolve()
     if real in read:

@@ -51,7 +51,7 @@ class Store:
         return f"{self.url.rstrip('/')}/{name}"
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Iterate over the bytes of a file. Raises whatever the library raises."""
+        """Iterate over the bytes of a file. Raises the library's own errors."""
         # A web server sends one stream, since not every server supports ranges. With a known size, fsspec requests none
         # first.
         how = {"block_size": 0, "size": 1} if self._web else {"cache_type": "none"}

@@ -110,7 +110,7 @@ def _listed(
     if others and class_names and listing.class_names and class_names != listing.class_names:
         raise UserError(
             f"the classes of split {split} are not those in {path}, so labels would differ; "
-            "give the same class folders to every split (empty ones if need be)"
+            "give the same class folders to every split (they may be empty)"
         )
     return others, class_names or listing.class_names
 

@@ -11,10 +11,31 @@ WIDTH = "84"
 def markdown() -> str:
     """Return a section per program, with its sub-commands."""
     with patch.dict(os.environ, {"COLUMNS": WIDTH}):
-        return "\n".join(_section(parser) for parser in _parsers())
+        own = [_section(parser) for parser in parsers()]
+    return "\n".join([*own, *(f"## {name}\n\n{_block(text)}" for name, text in _texts().items())])
 
 
-def _parsers() -> Iterator[argparse.ArgumentParser]:
+def _texts() -> dict[str, str]:
+    """Return the help of the other commands, most of which take the keys of a configuration."""
+    import certify.__main__ as certify
+    import certizoo.__main__ as program
+    import trainers.doctor.findings
+    import trainers.reshape
+    from certizoo.config.help import config_help
+    from trainers.job.keys import TrainerKeys
+
+    train = {f"deepspeed trainers/{name}.py": name for name in program.SCRIPTS}
+    named = {f"python -m certify {name}".removesuffix(" certify"): name for name in certify.COMMANDS}
+    return {
+        "certizoo": program.usage(),
+        **{command: config_help(command, name, TrainerKeys) for command, name in train.items()},
+        **{command: certify.help_of(name) for command, name in named.items()},
+        "python -m trainers.doctor": trainers.doctor.findings.__doc__ or "",
+        "python -m trainers.reshape": trainers.reshape.__doc__ or "",
+    }
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
     """Iterate over the parsers; they are imported here because together they take seconds."""
     import certify.explanation
     import certizoo.registry.__main__
@@ -32,15 +53,20 @@ def _parsers() -> Iterator[argparse.ArgumentParser]:
 
 def _section(parser: argparse.ArgumentParser) -> str:
     parts = [f"## {parser.prog}\n", _help(parser)]
-    for name, command in _commands(parser).items():
+    for name, command in commands_of(parser).items():
         parts += [f"### {parser.prog} {name}\n", _help(command)]
     return "\n".join(parts)
 
 
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the sub-commands of a program."""
     found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return {name: command for action in found for name, command in action.choices.items()}
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    return f"```text\n{parser.format_help().rstrip()}\n```\n"
+    return _block(parser.format_help())
+
+
+def _block(text: str) -> str:
+    return f"```text\n{text.rstrip()}\n```\n"

@@ -31,13 +31,13 @@ NAMED = re.compile(r"\bdocs/([a-z_]+)\.md#([\w-]+)")  # in a docstring
 OUTSIDE = re.compile(r"^(?:[a-z][a-z+.-]*:|#|/)", re.I)
 
 
-def mended(markdown: str, page: str) -> str:
+def rewritten(markdown: str, page: str) -> str:
     """Return the text of docs/`page` with its links rewritten for the site. Fenced code is unchanged."""
     parts, last = [], 0
     for block in CODE.finditer(markdown):
-        parts += [_mended(markdown[last : block.start()], page), block[0]]
+        parts += [_rewritten(markdown[last : block.start()], page), block[0]]
         last = block.end()
-    return "".join([*parts, _mended(markdown[last:], page)])
+    return "".join([*parts, _rewritten(markdown[last:], page)])
 
 
 def rebased(markdown: str, folder: str, page: str) -> str:
@@ -90,7 +90,7 @@ def _page_of(path: str) -> str | None:
     return None
 
 
-def _mended(markdown: str, page: str) -> str:
+def _rewritten(markdown: str, page: str) -> str:
     def link(found: re.Match[str]) -> str:
         path = _path(found[3], page)
         if path is None:

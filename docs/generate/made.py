@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from docs.generate import api, commands, config_keys, leaderboard, links, recipes, versions, zoo_table
+from docs.generate import api, commands, config_keys, leaderboard, links, models_table, recipes, versions, zoo_table
 
 MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
 # WORD -> Markdown
@@ -14,6 +14,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands.markdown,
     "config_keys": config_keys.markdown,
     "leaderboard": leaderboard.markdown,
+    "models": models_table.markdown,
     "recipes": recipes.markdown,
     "versions": versions.markdown,
     "zoo_table": zoo_table.markdown,
@@ -35,7 +36,7 @@ def _part(word: str, path: str | None, page: str | None) -> str:
     if word == "file" and path and page:
         return _included(path, page)
     if word not in PARTS:
-        raise ValueError(f"nothing is made of {word!r}; use one of {', '.join(PARTS)}, or file PATH PAGE")
+        raise ValueError(f"there is no part {word!r}; use one of {', '.join(PARTS)}, or file PATH PAGE")
     return PARTS[word]()
 
 

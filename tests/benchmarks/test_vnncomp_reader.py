@@ -235,7 +235,7 @@ def test_an_unknown_node_is_refused_by_name() -> None:
     assert "mlp" in message
 
 
-def test_another_opset_is_refused_with_the_mend() -> None:
+def test_another_opset_is_refused_with_the_fix() -> None:
     assert "opset_version=9" in refused(exported(published_vit(0), opset=13))
 
 

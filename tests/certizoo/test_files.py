@@ -66,7 +66,7 @@ def test_a_running_process_gets_a_full_disk(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_size <= 10
 
 
-def test_what_a_disk_refuses_is_one_line_with_the_file_and_the_mend(tmp_path: Path) -> None:
+def test_a_disk_error_is_one_line_with_the_file_and_the_fix(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.txt cannot be written or read \(File too large\); make room$"):  # noqa: SIM117
         with full_disk(tmp_path, 0), disk_errors("make room"):
             write(tmp_path)

@@ -34,8 +34,8 @@ ATTACKS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
 }
 CERTIFICATES: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "certify()": lambda model, x, y: certify.certify(model, x, y, 0.01).certified_B,
-    "certified_radius()": lambda model, x, y: certify.certified_radius(model, x, y, nonce="a"),
-    "evaluate()": lambda model, x, y: certify.evaluate(model, x, y, eps=[0.01])["radius.lofast"].to_numpy(),
+    "certified_radius()": lambda model, x, y: certify.certified_radius(model, x, y, "lofast", "a"),
+    "evaluate()": lambda model, x, y: certify.evaluate(model, x, y, eps=[0.01], method="lofast")["margin"].to_numpy(),
     "explain()": lambda model, x, y: certify.explain(model, x, y, nonce="a").radius_B,
 }
 DOORS = ATTACKS | CERTIFICATES

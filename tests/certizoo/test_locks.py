@@ -69,7 +69,7 @@ def test_two_writers_within_one_process_are_kept_apart(tmp_path: Path) -> None:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", [LOCK, HOLDER])
-def test_a_link_in_the_folder_leads_nowhere(name: str, tmp_path: Path) -> None:
+def test_a_link_in_the_folder_is_not_followed(name: str, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "precious")

@@ -1,4 +1,4 @@
-"""An unknown name is answered with the three nearest names, never with a long list."""
+"""The error for an unknown name lists the three nearest names, never all of them."""
 
 import pytest
 

@@ -2,10 +2,11 @@
 
 import socket
 import time
+from threading import Thread
 
 import pytest
 
-from certizoo import UserError
+from certizoo import UserError, ports
 from certizoo.ports import free_port, require_ray
 
 
@@ -25,10 +26,21 @@ def test_an_impossible_address_is_one_line(address: str, monkeypatch: pytest.Mon
         require_ray()
 
 
+def test_a_port_that_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(UserError, match=r"does not answer .timed out"):
+            require_ray()
+
+
 def test_a_cluster_that_answers_and_words_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
+        greeting = Thread(target=lambda: server.accept()[0].send(b"\0\0\0\4\0"))
+        greeting.start()
         for address in (f"127.0.0.1:{server.getsockname()[1]}", "auto", "local", ""):
             monkeypatch.setenv("RAY_ADDRESS", address)
             require_ray()
+        greeting.join()
     monkeypatch.delenv("RAY_ADDRESS")
     require_ray()

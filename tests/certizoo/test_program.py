@@ -38,7 +38,7 @@ def test_train_is_deepspeed_with_the_script(words: list[str], command: list[str]
     assert all(Path(script).is_file() for script in scripts.values())
 
 
-def test_it_lists_its_commands_and_mends_a_wrong_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_lists_its_commands_and_corrects_a_wrong_one(capsys: pytest.CaptureFixture[str]) -> None:
     program.main([])
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("train", *program.COMMANDS))

@@ -159,7 +159,7 @@ def test_a_row_is_trained_once_and_by_one_configuration(reduced: list[str], tmp_
     run("table1_small", reduced)
     assert said(tmp_path)["rows"] == first["rows"]
     assert (tmp_path / "runs" / "s1" / "metrics.jsonl").read_text() == steps
-    with pytest.raises(UserError, match=f"s[01] did not finish; mend what {tmp_path}/runs/s[01].log says"):
+    with pytest.raises(UserError, match=f"s[01] did not finish; fix the error in {tmp_path}/runs/s[01].log"):
         run("table1_small", [*reduced, "model.depth=2"], at_once=2)
     assert "was trained with model.depth=1" in (tmp_path / "runs" / "s0.log").read_text()
     assert said(tmp_path)["rows"] == first["rows"]

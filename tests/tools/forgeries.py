@@ -3,7 +3,7 @@
     c_0 = S x_0 + x_1,    c_1 = S x_0,    t = c_0 - c_1 = x_1                             S a power of two
 
 Every clean image has x_0 = 0, so everything computed at the image itself is exact. A vector that is pushed or pulled
-through the two maps loses x_1 in the rounding of S x_0. Behind t stands a softmax, or a unit GELU(G t - 60), which is
+through the two maps loses x_1 in the rounding of S x_0. After t comes a softmax, or a unit GELU(G t - 60), which is
 flat at the image; a small change of a single pixel then gives the image to class 0.
 
 In exact arithmetic the function is the same for every S on images with x_0 = 0. The model with S = 0, which has nothing
@@ -102,7 +102,7 @@ def head(model: Any) -> nn.Linear:
 
 
 def first_block(model: Any) -> Any:
-    """Return the block behind the patch embedding."""
+    """Return the block after the patch embedding."""
     return model.layers[0].blocks[0] if hasattr(model, "layers") else model.blocks[0]
 
 
@@ -203,7 +203,7 @@ def scale_of_norm(s: float) -> Any:
 
 
 def patches_and_attention(s: float, **own: Any) -> Any:
-    """Compute t in the patch embedding and, behind a norm, W_V."""
+    """Compute t in the patch embedding and, after a norm, W_V."""
     model = blank(**own)
     block = model.blocks[0]
     read(model, {0: s, 1: 1.0}, {0: s})
@@ -215,7 +215,7 @@ def patches_and_attention(s: float, **own: Any) -> Any:
 
 
 def patches_and_mlp(s: float, **own: Any) -> Any:
-    """Compute t in the patch embedding and, behind two sums and a norm, the hidden layer."""
+    """Compute t in the patch embedding and, after two sums and a norm, the hidden layer."""
     model = blank(**own)
     read(model, {0: s, 1: 1.0}, {0: s})
     unit(model.blocks[0], {0: GAIN, 1: -GAIN})
@@ -245,7 +245,7 @@ def patches_and_scores(s: float) -> Any:
 
 
 def projection_and_mlp(s: float, **own: Any) -> Any:
-    """Compute t in W_O of the attention and, behind a norm, the hidden layer."""
+    """Compute t in W_O of the attention and, after a norm, the hidden layer."""
     model = blank(**own)
     block = model.blocks[0]
     read(model, {0: 1.0}, {1: 1.0})
@@ -291,7 +291,7 @@ def mlp_and_attention(s: float) -> Any:
 
 
 def stem_and_attention(s: float) -> Any:
-    """Compute t in the last convolution of a stem and, behind a norm, W_V."""
+    """Compute t in the last convolution of a stem and, after a norm, W_V."""
     model = blank(stem=((4, 4, 4, 0),))
     block = model.blocks[0]
     first, _, last = model.patch_embed.convs
@@ -324,7 +324,7 @@ def convolutions(s: float) -> Any:
 
 
 def pool_and_head(s: float) -> Any:
-    """Compute t in W_O and, behind pooling, the head."""
+    """Compute t in W_O and, after pooling, the head."""
     model = blank()
     block = model.blocks[0]
     read(model, {0: 1.0}, {1: 1.0})

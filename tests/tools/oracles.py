@@ -429,7 +429,7 @@ def _window_attention(
 
 
 def convnet(options: Options, state: State, image_CHW: Tensor) -> Tensor:
-    """CertViT: convolutions, then linear layers, min(max(x, 0), theta) behind all but the last; no biases."""
+    """CertViT: convolutions, then linear layers, min(max(x, 0), theta) after all but the last; no biases."""
     x = image_CHW
     for index, (_, size, stride, padding) in enumerate(options["layers"]):
         x = _thresholded(

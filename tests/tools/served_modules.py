@@ -69,7 +69,7 @@ MODULES: dict[str, Any] = {
     "normalize": lambda s: Normalize((0.4,) * N, (0.25,) * (N - 1) + (0.2 * s,)),
 }
 CHOICES = {"relu": nn.ReLU(), "relux": ReLUx((N, D), 0.7), "flatten": nn.Flatten()}  # these compute nothing
-# That the module sees in the place of N tokens: of N channels, of a grid.
+# What the module sees instead of N tokens: N channels, or a grid.
 SHAPES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("conv", "conv by products", "normalize"), (N, 8, 4)),
     **dict.fromkeys(("gpsa", "gpsa scsa", "window", "window l2"), (4, D)),

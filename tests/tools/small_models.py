@@ -53,7 +53,7 @@ def nodes_up_to_first_block(model: Any) -> int:
 
 
 def distinct() -> dict[str, list[str]]:
-    """Group the zoo's names that are one model once shrunk (the same options, so the same code), by the first."""
+    """Group the zoo's names whose shrunken models have the same options, and so the same code, under the first name."""
     models: dict[str, list[str]] = {}
     for name in zoo.list_models():
         options = zoo.model_options(name, **tiny_options(name))

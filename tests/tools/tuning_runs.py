@@ -28,10 +28,13 @@ SMALL = ("certify.images=40", "certify.method=lofast", "train.eval_images=80", "
 SHORT = ("--", "train.epochs=4", *SMALL)
 
 
-def begin(cwd: Path, *arguments: str, uri: str | None = None) -> "subprocess.Popen[str]":
-    """Start `python tune.py ARGUMENTS` in `cwd`, with the registry at `uri` and the output in cwd/tune.log."""
+def begin(cwd: Path, *arguments: str, uri: str | None = None, path: Path = ROOT) -> "subprocess.Popen[str]":
+    """Start `python tune.py ARGUMENTS` in `cwd`, with the registry at `uri` and the output in cwd/tune.log.
+
+    Modules in `path` come first.
+    """
     env = {key: value for key, value in environment().items() if key not in ("LOCAL_SIZE", "MLFLOW_TRACKING_URI")}
-    env |= {"PYTHONPATH": str(ROOT), "CERTIZOO_CACHE": str(cwd / "cache")}
+    env |= {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "CERTIZOO_CACHE": str(cwd / "cache")}
     env |= {"MLFLOW_TRACKING_URI": uri} if uri else {}
     with (cwd / "tune.log").open("a") as log:
         return subprocess.Popen(
@@ -106,7 +109,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def node_apart(cluster: Any, hidden: Path) -> Iterator[None]:
-    """Start a node of one more CPU with its own disk in the place of `hidden`; kill it on leaving."""
+    """Start a node of one more CPU with its own disk in place of `hidden`; kill it on leaving."""
     if os.geteuid() or not shutil.which("unshare"):
         pytest.skip("needs root and unshare, to give a node a disk of its own")
     hidden.mkdir(parents=True, exist_ok=True)

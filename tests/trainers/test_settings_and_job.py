@@ -184,6 +184,14 @@ def test_cosine_warms_up_and_ends_low() -> None:
     assert 0.1 <= lr[-1] < 0.11
 
 
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 1), (40, 20), (100, 50), (1000, 50)])
+def test_an_unset_warm_up_is_five_epochs_or_a_twentieth(epochs: int, warmup: int) -> None:
+    schedule = ScheduleConfig(name="cosine", warmup_epochs=None)
+    assert schedule.warmup(total_steps=10 * epochs, steps_per_epoch=10) == pytest.approx(warmup, abs=0.5)
+    assert schedule.factor(10 * epochs - 1, 10 * epochs, 10) < 1, "the last step is beyond the warm-up"
+    assert schedule.factor(0, 1, 10) == 1.0, "a run of one step"
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_one_cycle_is_torchs(name: str) -> None:
     schedule, weights = ScheduleConfig(name="onecycle"), [torch.nn.Parameter(torch.zeros(1))]

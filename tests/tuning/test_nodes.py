@@ -80,7 +80,7 @@ def test_a_search_that_waits_says_why_and_not_too_often(
         if out := capsys.readouterr().out:
             said.append((second, out))
     assert [second for second, _ in said] == [31, 141, 231, 591]
-    assert "each wants CPU=2 GPU=1 on one node, and of 2 nodes CPU=2 GPU=0 are free" in said[0][1]
+    assert "each needs CPU=2 GPU=1 on one node, and CPU=2 GPU=0 of 2 nodes are free" in said[0][1]
 
 
 @pytest.mark.parametrize("place", ["gopher://bucket/searches", "/dev/null/searches"])

@@ -63,7 +63,7 @@ def keys(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_a_trial_goes_on_from_the_bucket_where_its_node_is_lost(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second node has its own disk in the place of the search's folder."""
+    """The second node has its own disk in place of the search's folder."""
     files, folder = FileSystem.from_uri(bucket)
     own = tmp_path / "runs" / "tune"
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, other):

@@ -64,7 +64,7 @@ def test_ranks_that_are_refused_on_the_other_node_end_the_trial(
 def test_nodes_without_a_common_folder_are_named_before_anything_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second node has its own file system in the place of the search's folder."""
+    """The second node has its own file system in place of the search's folder."""
     storage = tmp_path / "runs" / "tune"
     with shared_server(tmp_path) as url, two_nodes(monkeypatch) as (cluster, other):
         cluster.remove_node(other)
@@ -88,7 +88,7 @@ def test_a_search_that_waits_begins_without_a_node_for_it(tmp_path: Path, monkey
         assert "add --wait if an autoscaler adds them" in output
         driver = begin(tmp_path, *trial, "--wait", "--name", "later", *small, uri=url)
         deadline = time.monotonic() + 300
-        while "each wants CPU=2" not in (tmp_path / "tune.log").read_text():
+        while "each needs CPU=2" not in (tmp_path / "tune.log").read_text():
             assert time.monotonic() < deadline
             assert driver.poll() is None, (tmp_path / "tune.log").read_text()
             time.sleep(0.5)

@@ -452,7 +452,7 @@ def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -
         figures = {name: random.random() for name in board.shown}
         board.reported(key, point, figures | {"epoch": 12, "certified": int(index != 2), "time_total_s": 30.0})
         board.ended(key)
-    board.failed("abc_00003", "loss is <nan>")
+    board.failed("abc_00003", point, "loss is <nan>")
     page = closing.write(wanted, board).read_text()
     rows = pd.read_csv(wanted.folder / closing.TABLE)
     assert list(rows["state"]) == ["certified", "certified", "stopped early", "failed"]
@@ -494,8 +494,7 @@ def test_a_search_of_which_nothing_finished_leaves_its_page_too(tmp_path: Path) 
     wanted = asked("--space", "msvp", "--storage", str(tmp_path), "--name", "x")
     wanted.save()
     board = Board(wanted.parameters, wanted.metric, 1, wanted.epochs)
-    board.started("a", wanted.parameters.draw(Random(0)))
-    board.failed("a", "why not")
+    board.failed("a", wanted.parameters.draw(Random(0)), "why not")
     assert "why not" in closing.write(wanted, board).read_text()
 
 
@@ -521,7 +520,7 @@ def test_what_its_trainer_refuses_is_not_said_to_begin_again(
         said = capsys.readouterr().out
         assert told in said
         assert bool(said) == bool(told)
-    watch.on_trial_error(0, [], SimpleNamespace(trial_id="0", error_file=str(tmp_path / "0")))
+    watch.on_trial_error(0, [], SimpleNamespace(trial_id="0", config=point, error_file=str(tmp_path / "0")))
     assert "no such model (exit status 2)" in capsys.readouterr().out
 
 
@@ -592,7 +591,7 @@ with sole_writer(Path(sys.argv[1]), "this search", "x"):
 
 
 @pytest.mark.parametrize("arguments", [("--space", "l2", "--name", "mine"), ("--resume", "mine"), ("--resume",)])
-def test_the_second_driver_of_a_search_is_told_at_once(
+def test_a_second_driver_of_a_search_is_refused_at_once(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The search is running; the second driver starts it anew, or resumes it by name or as the newest."""

@@ -170,7 +170,7 @@ FILES: dict[str, bytes] = {
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", FILES)
-def test_weights_that_are_none_are_refused(name: str, folder: Path) -> None:
+def test_files_that_are_not_weights_are_refused(name: str, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(FILES[name])
     assert "model.safetensors" in refusal(folder)
 

@@ -202,7 +202,7 @@ def test_real_hugging_face_models_are_compared(tmp_path: Path) -> None:
         assert "logits equal those of Hugging Face's" in imported(tmp_path / name, tmp_path / f"of {name}")[0]
 
 
-def test_hugging_faces_configuration_is_heeded(state: State, tmp_path: Path) -> None:
+def test_hugging_faces_configuration_is_used(state: State, tmp_path: Path) -> None:
     """Heads, eps and pixel statistics are outside of the state dict, in files beside it."""
     path, norm = tmp_path / "model.safetensors", 'norm={"name": "layernorm", "eps": 1e-12}'
     save_file(in_hugging_faces_names(state), path)
@@ -251,7 +251,7 @@ def test_our_own_weights_have_no_other_library(tmp_path: Path) -> None:
 def test_logits_that_say_nothing_are_not_compared(tmp_path: Path) -> None:
     """A new model of torchvision has a head of zeros, so any function would have its logits."""
     torch.save(VisionTransformer(32, 8, 2, 3, 48, 192, num_classes=7).state_dict(), tmp_path / "w.pth")
-    assert "logits not compared: they are the same for every image" in imported(tmp_path / "w.pth", tmp_path / "h")[0]
+    assert "logits not compared: they are equal for every image" in imported(tmp_path / "w.pth", tmp_path / "h")[0]
 
 
 # what is refused ------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_files_that_hold_no_weights_are_named(state: State, tmp_path: Path) -> N
         ("e.npz", b"PK\x03\x04" + bytes(50), "damaged or cut off"),
         ("f.pth", written([1, 2]), "does not hold a state dict"),
         ("g.pth", written({"optimizer": {}, "epoch": 3}), "does not hold a state dict: optimizer is a dict"),
-        ("objects.npz", None, "other things than arrays of numbers"),
+        ("objects.npz", None, "holds more than arrays of numbers"),
         ("jax.npz", None, "has JAX's names; let timm convert it"),
     ):  # fmt: skip
         if content is not None:

@@ -31,7 +31,7 @@ from trainers.certvit.prox import soft_threshold
 class Rows:
     """One mini-batch of a layer: inputs x (T, I) and outputs y - b (T, O).
 
-    `theta` is None, or holds the thresholds (T, O) of the ReLU_theta behind the layer. `bias` (O,) is added before it.
+    `theta` is None, or holds the thresholds (T, O) of the ReLU_theta after the layer. `bias` (O,) is added before it.
     Proof: docs/proofs.md#certvit-problem.
     """
 

@@ -87,7 +87,7 @@ def _rows(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _threshold(model: nn.Module, name: str) -> Tensor | None:
-    """Return theta of the ReLU or ReLU_theta directly behind the layer; None if there is none.
+    """Return theta of the ReLU or ReLU_theta directly after the layer; None if there is none.
 
     GELU is not a proximity operator, so layers before it are constrained on their own outputs.
     """

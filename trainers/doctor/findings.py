@@ -21,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from certizoo import UserError
 from certizoo.config.compose import compose_config
@@ -36,7 +37,7 @@ from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
 SCRIPTS = ("adv_train", "std_train", "constrain")  # each has a configuration of the same name
-MARKS = {None: "", True: "[green]ok[/]", False: "[red]missing[/]"}
+MARKS = {None: Text(), True: Text("ok", "green"), False: Text("missing", "red")}
 
 
 @one_line_errors
@@ -56,8 +57,8 @@ def table(findings: Sequence[Finding]) -> Table:
     """Format the findings for the terminal."""
     shown = Table(title="doctor", title_justify="left", show_header=False)
     for finding in findings:
-        mend = f"\n[red]{finding.mend}[/]" if finding.fits is False and finding.mend else ""
-        shown.add_row(finding.what, finding.found + mend, MARKS[finding.fits])
+        fix = f"\n{finding.fix}" if finding.fits is False and finding.fix else ""
+        shown.add_row(finding.what, Text(finding.found).append(fix, "red"), MARKS[finding.fits])
     return shown
 
 
@@ -113,8 +114,8 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     text = (
         f"about {size(needed)} per rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free per rank"
     )
-    mend = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
-    yield Finding("memory", text, needed <= free, mend)
+    fix = "a smaller train.micro_batch_size, train.grad_checkpointing=true, train.precision=bf16 or deepspeed=zero2"
+    yield Finding("memory", text, needed <= free, fix)
     kept = f"{job.train.keep_checkpoints} kept, one being written, and the hand-over"
     yield Finding("checkpoints", f"{size(need.checkpoint)} each; {kept}: {size(need.disk)}")
 

@@ -18,12 +18,12 @@ from certizoo.registry import store
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the doctor's table. `fits` is None if there is nothing to judge; `mend` is shown if it does not fit."""
+    """A line of the doctor's table. `fits` is None if there is nothing to judge; `fix` is shown if it does not fit."""
 
     what: str
     found: str
     fits: bool | None = None
-    mend: str = ""
+    fix: str = ""
 
 
 def machine(ranks: int) -> Iterator[Finding]:

@@ -60,8 +60,8 @@ class Request:
 def listening() -> Iterator[Request]:
     """Turn signals into a `Request` during the block; a request that nobody acted on ends the process afterwards."""
     request = Request()
-    heeded = [number for number in SIGNALS if number != signal.SIGINT or _listens_to_keys()]
-    before = {number: signal.signal(number, request.on_signal) for number in heeded}
+    caught = [number for number in SIGNALS if number != signal.SIGINT or _listens_to_keys()]
+    before = {number: signal.signal(number, request.on_signal) for number in caught}
     try:
         yield request
     finally:

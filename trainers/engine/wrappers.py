@@ -8,14 +8,12 @@ At stages 0-2 every rank has all weights, and `gathered` does not exist.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainers.model_parts import blocks_of
+from zoo.layers.block import recomputed
 
 
 class EngineModel(nn.Module):
@@ -66,33 +64,5 @@ def recompute_blocks_(model: nn.Module) -> int:
     """
     blocks = blocks_of(model)
     for block in blocks:
-        forward = block.forward
-        block.forward = partial(
-            checkpoint, forward, use_reentrant=False, context_fn=partial(_seen_twice, block), early_stop=False
-        )
+        block.forward = recomputed(block, block.forward)
     return len(blocks)
-
-
-def _seen_twice(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a block's first and second pass, which must compute the same.
-
-    Power iterations of capped weights move their vectors in each pass. The second pass starts from a copy of the first
-    pass's vectors, and its own updates are discarded.
-    """
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in block.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-
-    @contextmanager
-    def second() -> Iterator[None]:
-        for module, name, _, first in buffers:
-            setattr(module, name, first)
-        try:
-            yield
-        finally:
-            for module, name, now, _ in buffers:
-                setattr(module, name, now)
-
-    return nullcontext(), second()

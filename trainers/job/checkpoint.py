@@ -119,7 +119,7 @@ def newest(run_dir: Path) -> Saved | None:
 
 
 def to_resume(run_dir: Path) -> Saved | None:
-    """Return where the run goes on: its newest checkpoint, or its start if it has none yet.
+    """Return the point to continue from: the newest checkpoint, or the start if there is none yet.
 
     Raises UserError if all its checkpoints are damaged: the run would begin at step 0 again, beside its old rows.
     """
@@ -199,10 +199,10 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
     for key in sorted({*saved.fingerprint, *now} - {*grown(saved, now)}):
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
-            mend = "give at least as many" if key in LENGTH else "resume with the same settings"
+            fix = "give at least as many" if key in LENGTH else "resume with the same settings"
             raise UserError(
                 f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value}; "
-                f"{mend}, or start anew with name=ANOTHER"
+                f"{fix}, or start anew with name=ANOTHER"
             )
     if saved.world_size not in (None, world_size):
         converted = f"convert its last checkpoint of an epoch's end: `python -m trainers.reshape {run_dir}`"

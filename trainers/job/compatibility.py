@@ -140,6 +140,15 @@ def images_make_a_batch(r: Combination) -> None:
     require(size <= images, f"train.batch_size={size} is more than the {images} training images; lower it")
 
 
+def the_warm_up_ends(r: Combination) -> None:
+    warmup, epochs = r.job.schedule.warmup_epochs, r.job.train.epochs
+    require(
+        warmup is None or warmup < epochs,
+        f"schedule.warmup_epochs={warmup} is the whole training (train.epochs={epochs}), and the learning rate would "
+        "never fall; set a smaller one, or null for a twentieth",
+    )
+
+
 def mixing_finds_pairs(r: Combination) -> None:
     micro = r.job.train.micro_batch(r.ranks)
     require(
@@ -338,6 +347,7 @@ RULES: tuple[Rule, ...] = (
     ranks_share_the_batch,
     micro_batches_make_the_batch,
     images_make_a_batch,
+    the_warm_up_ends,
     mixing_finds_pairs,
     offloading_needs_optimiser_state_of_zero,
     muon_needs_whole_matrices,

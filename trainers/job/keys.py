@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
-from certizoo.config.schema import Count, Lt, OneOf, Section, Text, Whole
+from certizoo.config.schema import Count, Lt, OneOf, PathText, Section, Source, Text, Whole
 from certizoo.registry.checks import ExperimentName, ModelName
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
@@ -60,8 +60,8 @@ class TrainerKeys(Section):
     certify: CertifyKeys
     registry: RegistryKeys
     name: Text
-    run_dir: Text
+    run_dir: PathText
     seed: Annotated[Whole, Lt(2**63)] = 0
-    pretrained: Annotated[bool, OneOf(True)] | str | None = None
+    pretrained: Annotated[bool, OneOf(True)] | Source | None = None
     resume: Annotated[str, OneOf("auto")] | None = None
     constrain: ConstrainConfig | None = None

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from certizoo.config.schema import section_of
+from certizoo.config.schema import section_of, typed_values
 from trainers import ranks
 from trainers.job.compatibility import check_constrain
 from trainers.job.folder import refuse_changed, refuse_used_folder
 from trainers.job.job import Job
+from trainers.job.keys import TrainerKeys
 from trainers.job.prepare import prepare
 from trainers.settings import ConstrainConfig, require
 from zoo.handover import WEIGHTS
@@ -66,9 +67,11 @@ class Stages:
 
 def prepare_stages(config: Config) -> Stages:
     """Check the whole CertViT configuration. Raises UserError as `prepare` does."""
+    config = typed_values(TrainerKeys, config)
     settings, folder = section_of(ConstrainConfig, config["constrain"], "constrain"), Path(config["run_dir"])
     refuse_used_folder(folder, config["resume"])
-    stages = Stages(config, settings, folder, prepare(stage(config, "adapt", settings.adapt_epochs or 1)))
+    epochs = settings.adapt_epochs or settings.finetune_epochs or 1
+    stages = Stages(config, settings, folder, prepare(stage(config, "adapt", epochs)))
     check_constrain(stages.adapt, ranks.world_size(), settings)
     if settings.finetune_epochs:
         stages.finetune(source_exists=False)

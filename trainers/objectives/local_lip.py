@@ -4,8 +4,7 @@
 
 h is the last hidden layer and w the rows of the head. r and D belong to the ball of radius eps_t around each image
 (zoo/models/hidden_radius.py; r is an estimate here). S is the paper's loss that makes more entries of all layers
-constant in
-the ball. eps_t = objective.eps, reached after `ramp`.
+constant in the ball. eps_t = objective.eps, reached after `ramp`.
 
 Letters: B images, K classes, F units of the last hidden layer, z logits.
 """

@@ -132,7 +132,7 @@ def _listed(metrics: Row) -> str:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a row; infinite for a line that a kill cut off or that is no row."""
+    """Return the step of a row; infinite for a line that a kill cut off or that is not a row."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):

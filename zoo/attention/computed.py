@@ -29,7 +29,7 @@ def scores(score: Score, q: Tensor, k: Tensor) -> Tensor:
 def errors_of(x: Tensor, rows: Map, score: Score, y_3: Tensor, s: Tensor, attend: Map, p: Tensor, mix: Map) -> Errors:
     """Return the errors of the values that the rules use: y_3 (3, B, H, N, O), the scores s, and p.
 
-    `rows` makes y_3 from x, `attend` p from s, and `mix` the matrix in front of V from p. Centring rounds once more.
+    `rows` makes y_3 from x, `attend` p from s, and `mix` the matrix before V from p. Centring rounds once more.
     """
     with torch.no_grad(), RunningError() as running:
         exact_3 = running.of(rows(x))

@@ -16,6 +16,7 @@ from itertools import repeat
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -32,6 +33,7 @@ from zoo.spectral import sigma_upper
 SYMBOL_BYTES = 2**28  # memory for the matrices of one chunk of frequencies
 
 
+@register_notrace_module  # it goes through its convolutions and their groups together
 class ConvMixing(nn.Module):
     """Convolutional token mixing, x (B, N, D) -> (B, N, D).
 

@@ -17,6 +17,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -34,6 +35,7 @@ FEW = 64  # up to this many tokens all N^2 weights are written out; here both wa
 LOST = 1e-11  # largest relative error of the weights of positions that certificates accept
 
 
+@register_notrace_module  # the number of tokens decides its operations
 class GPSA(nn.Module):
     """Gated attention, x (B, N, D) -> (B, N, D), N a square number of patches, no class token.
 
@@ -129,7 +131,7 @@ def _rules(module: GPSA) -> AttentionRules:
 
 
 def mixing(module: GPSA) -> Mixing:
-    """Return the mixing (1 - g) P + g R. It is refused where float64 loses R."""
+    """Return the mixing (1 - g) P + g R. Raises NoRule where float64 cannot hold R."""
     expect(module.pos_proj, nn.Linear)
     share_H = (-module.gating_param.detach()).sigmoid()
 
@@ -137,7 +139,7 @@ def mixing(module: GPSA) -> Mixing:
     def refuse_lost(tokens: int) -> None:
         off_HNN = _mixing_error(module, Precision(U, U), tokens).constants
         if not bool((off_HNN <= LOST * _pairs(*module.positions(tokens)) + 2 * TINY).all()):
-            raise NoRule(module, "float64 loses the weights of its positions: pos_proj has too large weights or biases")
+            raise NoRule(module, "float64 cannot hold the weights of its positions: those of pos_proj are too large")
 
     def mix(p_BHNN: Tensor) -> Tensor:
         refuse_lost(p_BHNN.shape[-1])
@@ -149,8 +151,8 @@ def mixing(module: GPSA) -> Mixing:
 def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingError:
     """Bound the rounding of the mixing.
 
-    g and 1 - g are off by delta: for 1 / (1 + exp) a quarter of the error of exp, for (1 + tanh) / 2 half of that of
-    tanh, and two roundings. R is a product of two softmaxes. All of it takes a few more products and a sum.
+    delta bounds the error of g and of 1 - g. For 1 / (1 + exp) it is a quarter of the error of exp, for (1 + tanh) / 2
+    half of that of tanh, each with two roundings. R is a product of two softmaxes. A few products and a sum follow.
     """
     rx_HXX, ry_HYY = module.positions(tokens)
     weight_H3, bias_H = module.pos_proj.weight.detach().double(), module.pos_proj.bias.detach().double()
@@ -164,10 +166,10 @@ def _mixing_error(module: GPSA, precision: Precision, tokens: int) -> MixingErro
 
 
 def _along(r_HXX: Tensor, weight_H2: Tensor, bias_H: Tensor, precision: Precision) -> Tensor:
-    """Return how far the entries of a softmax of a d + b d^2 + c are off.
+    """Bound the error of the entries of a softmax of a d + b d^2 + c.
 
-    A score is off by its share of the moduli, e^tau; the sum, of which every term is off by as much as it is itself, by
-    nu.
+    tau bounds the error of a score, a share of the moduli of its terms, so an exponential changes by a factor within
+    e^tau. nu is the resulting relative error of the sum.
     """
     gamma, u, side = precision.gamma, precision.u, r_HXX.shape[-1]
     steps = torch.arange(side).to(r_HXX)

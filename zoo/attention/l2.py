@@ -223,7 +223,7 @@ def l2_split(module: L2Attention) -> Split:
 def _rounded(module: L2Attention, precision: Precision) -> RoundedRows:
     """Bound queries and keys minus the mean key, and values q M_h.
 
-    Subtracting the same number from q and k changes no distance, whatever the number. M_h is itself a product, whose
+    Subtracting the same number from q and k changes no distance, for any number. M_h is itself a product, whose
     moduli are used for those of M_h.
     """
     heads, terms = module.num_heads, module.q.in_features

@@ -45,7 +45,7 @@ def inexact_of(
     attend: Callable[[Tensor], Tensor],
     mix: Callable[[Tensor], Tensor],
 ) -> tuple[Inexact, Bound]:
-    """Return the cost of this core being a computed one, and a bound of it after W_O for tokens that move by r.
+    """Return the cost of errors in the computed core, and its bound after W_O for tokens that move by r.
 
     `plain` has no gain.
     """

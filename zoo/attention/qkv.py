@@ -145,7 +145,7 @@ def nothing_around(precision: Precision, tokens: int) -> MixingError:
 
 @dataclass(frozen=True)
 class Mixing:
-    """From the scores to the matrix that mixes the values: P = softmax(S + bias), and mix(P) in front of V.
+    """From the scores to the matrix that mixes the values: P = softmax(S + bias), and mix(P) before V.
 
     Per head, mix is an affine map of P with the linear part `gain_H`. bias(windows) broadcasts to (windows, H, N, N).
     `rounding` takes the number of tokens; None: there is no bound. mix(P) has no negative entries, and rows that sum to
@@ -185,7 +185,7 @@ class AttentionBounds:
         return SeparateCore(self.split.score, q, k, v, p_BHNN, self.mixing.mix(p_BHNN), self.gain_H)
 
     def inexact(self, x_BND: Tensor, core: SeparateCore, transform: QKVTransform) -> Inexact:
-        """Return the cost of this core being a computed one."""
+        """Return the cost of errors in the computed core."""
         score, y_3 = self.split.score, transform.y_3
         s_BHNN = scores(score, core.q, core.k)
         off = errors_of(x_BND, self._rows, score, y_3, s_BHNN, self._attend, core.p, self.mixing.mix)

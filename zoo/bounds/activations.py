@@ -74,7 +74,7 @@ class Smooth:
 
             w_h R_h >= c_h d_h^2 / 2,  c_h = min(w_h lo_h, w_h hi_h):        -sum_h w_h R_h <= r^2 / 2 lambda_max(-c).
 
-        c falls with r, hence the lemma on tokens. As r -> 0 the bound tends to the exact Hessian.
+        c falls with r, so the lemma on tokens applies. As r -> 0 the bound tends to the exact Hessian.
         docs/proofs.md#fused-mlp.
         """
         lo, hi = range_of_second(self, z_PNH, reach_PNH)
@@ -109,8 +109,8 @@ class Smooth:
 def _of_all(c_PNH: Tensor) -> Tensor:
     """Return one form (P, 1, H) that is above those of all tokens.
 
-    Tokens curve alike, so this costs less than 1 % of a radius, and needs N times fewer eigenvalues. At kinks tokens
-    differ: there it would cost 4 %, and is not used.
+    The forms of tokens are similar, so this costs less than 1 % of a radius, and needs N times fewer eigenvalues. At
+    kinks they differ: there it would cost 4 %, and is not used.
     """
     return c_PNH.amax(1, keepdim=True)
 

@@ -29,13 +29,13 @@ from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
 from zoo.bounds.first_order import added, layer_of, radii, trunk
 from zoo.bounds.hypotheses import expanded_in_range
 from zoo.bounds.products import ABOVE, affine_rounding, chained
-from zoo.bounds.rule_table import Link, NoRule, rules_of
+from zoo.bounds.rule_table import Link, NoRule, rules_of, together
 
 
 def trunk_of(model: nn.Module) -> tuple[list[Node], nn.Linear]:
     """Return the nodes of a model up to its linear head, with local first-order rules. Raises `NoRule`."""
     links, head = trunk(model)
-    return [node for link in links for node in nodes_of(link)], head
+    return [node for nodes in together(nodes_of, links) for node in nodes], head
 
 
 def nodes_of(module: nn.Module | Link) -> list[Node]:
@@ -44,7 +44,10 @@ def nodes_of(module: nn.Module | Link) -> list[Node]:
         return module.nodes()
     rules = rules_of(module)
     if rules.chain is not None and rules.expansion is None:
-        return [node for link in rules.chain(module) for node in nodes_of(link)]
+        return [node for nodes in together(nodes_of, rules.chain(module)) for node in nodes]
+    if rules.expansion is affine:  # both orders read one norm, which is measured once
+        layer = layer_of(module, local=True)
+        return [(layer, affine_expansion(module, layer))]
     return [(layer_of(module, local=True), expansion_of(module))]
 
 
@@ -100,8 +103,8 @@ def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Ten
 def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the map v (C, B, *x) -> J v (C, B, *y) of an affine f, computed as (f(s v) - f(0)) / s.
 
-    s, a power of two for each vector, makes s v far larger than the offset f(0). Rounding is then relative to |v|,
-    whatever the offset.
+    s, a power of two for each vector, makes s v far larger than the offset f(0). Rounding is then relative to |v|
+    for any offset.
     """
     offset = f(torch.zeros_like(x[:1]))
     size = math.log2(float(offset.abs().max()) + 1e-300) + ABOVE
@@ -199,7 +202,7 @@ def identity_expansion(x: Tensor) -> Expansion:
 
 
 def ended(parts: tuple[Expansion, ...]) -> tuple[Expansion, ...]:
-    """Return the parts of a branch, with an identity behind a sum at its end.
+    """Return the parts of a branch, with an identity after a sum at its end.
 
     The rounding of a sum is measured by the size of the input of the next leaf (certify/image/rounding.py).
     """

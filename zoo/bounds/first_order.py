@@ -18,6 +18,7 @@ Some types have two rules: the published one, and a tighter one of our own, used
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from certizoo import UserError
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.hypotheses import in_range
 from zoo.bounds.integrity import modules_of
-from zoo.bounds.rule_table import Link, Links, NoRule, expect, refuse_altered, refuse_unknown, rules_of
+from zoo.bounds.rule_table import Link, Links, NoRule, expect, refuse_altered, refuse_unknown, rules_of, together
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def layer_of(module: nn.Module | Link, *, local: bool = False) -> Layer:
     if rules.rule is not None:
         return _named(module, rules.rule(module))
     if rules.chain is not None:
-        return _named(module, chain(layer_of(link, local=local) for link in rules.chain(module)))
+        return _named(module, chain(together(partial(layer_of, local=local), rules.chain(module))))
     raise NoRule(module)
 
 
@@ -94,14 +95,13 @@ def classifier_of(model: nn.Module, *, local: bool = False) -> tuple[Layer, nn.L
 
 
 def trunk(model: nn.Module) -> tuple[Sequence[nn.Module | Link], nn.Linear]:
-    """Return the links of a model, with modules that are only chains taken apart, and its head.
+    """Return the links of a model and its head; modules that are only chains are split into their links.
 
-    Raises `NoRule` for a model that was altered anywhere, with a module of unknown type, or with numbers that the
-    proofs do not cover. This includes parts inside modules whose rule reads the weights without calling the parts.
+    Raises `NoRule` for a model that was altered anywhere, with modules of unknown type, or with numbers that the proofs
+    do not cover. This includes parts inside modules whose rule reads the weights without calling the parts.
     """
-    for path, module in modules_of(model):
-        refuse_altered(module, path)
-        refuse_unknown(module, path)
+    together(lambda found: refuse_altered(found[1], found[0]), modules_of(model))
+    together(lambda found: refuse_unknown(found[1], found[0]), modules_of(model))
     rules = rules_of(model)
     if rules.trunk is None:
         raise NoRule(model)

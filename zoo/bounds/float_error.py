@@ -1,6 +1,6 @@
 """Running error analysis: a bound of how far a tensor that torch computed in float64 is from the exact one.
 
-The method (Higham 2002, section 3.3) follows whatever a module does, operation by operation. For every tensor it keeps
+The method (Higham 2002, section 3.3) follows a module operation by operation. For every tensor it keeps
 two others, entry by entry: the error, and the size, which is the value without cancellation (the size of W x is |W|
 |x|), so that small values of large terms count as large. An operation passes on the errors of its operands by its own
 slope, and adds what it rounds itself, in proportion to the size of its result:
@@ -391,7 +391,7 @@ def _pooled(name: str, terms: Callable[..., int]) -> Callable[..., Known]:
 
 
 def _max_pool(x: Known, *args: Any, **kwargs: Any) -> list[Any]:
-    """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are no numbers."""
+    """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are not numbers."""
 
     def pooled(t: Tensor) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(t, *args, **kwargs)

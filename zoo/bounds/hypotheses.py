@@ -33,7 +33,7 @@ def fault_of_shapes(module: nn.Module, shapes: Shapes) -> str | None:
     for path, shape in shapes.items():
         tensor = None if shape is None else stored(module, path)
         if tensor is not None and shape is not None and tuple(tensor.shape) != tuple(shape):
-            return f"its {path} has the shape {tuple(tensor.shape)}, and its rules are proved for {tuple(shape)}"
+            return f"its {path} has the shape {tuple(tensor.shape)}, but its rules are proved for {tuple(shape)}"
     return None
 
 
@@ -46,7 +46,7 @@ def unstated(module: nn.Module, shapes: Shapes) -> str | None:
     """Describe the first tensor for which no shape is stated."""
     for name, tensor in own_tensors(module):
         if name not in shapes:
-            return f"its {name} has the shape {tuple(tensor.shape)}, and its rules state none; add it to `shapes`"
+            return f"its {name} has the shape {tuple(tensor.shape)}, but its rules state none; add it to `shapes`"
     return None
 
 

@@ -149,7 +149,7 @@ def _fault_of_class(module: nn.Module) -> str | None:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the instance's own dictionary, whatever its class claims."""
+    """Return the instance's own dictionary, even if its class returns another."""
     found: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return found
 
@@ -187,7 +187,7 @@ def _fault_of_attribute(kind: type, own: dict[str, Any], name: str, value: objec
     if _hides(kind, name) or name.startswith("__"):
         return "is patched on the instance; delete that attribute"
     if any(name in own[kept] for kept in KEPT):
-        return "stands in front of a part of the same name; delete that attribute"
+        return "hides a part of the same name; delete that attribute"
     if isinstance(value, nn.Module):
         return "is a module outside the model's parts; assign it as an attribute"
     return _fault_of_value(value)

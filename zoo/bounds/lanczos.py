@@ -8,7 +8,7 @@ section 12.3), and so, u being the eigenvector of lambda = lambda_max(M),
 
     p(lambda) |<u, v>|  <=  b_1 ... b_k.
 
-For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 pi), whence
+For v uniform on the sphere of R^n the density of <u, v> is at most sqrt(n / 2 pi). So
 
     P[ |<u, v>| < s ]  <=  s sqrt(2 n / pi)  =  chance(n),
 
@@ -23,7 +23,7 @@ probability of failure stays that of one start. A norm is the larger bound of ST
 only if all of them do.
 
 Rounding, including that of the products with M, leaves an F in the recurrence, M V = V T + b_k v_{k+1} u_k^T + F, with
-|u^T F| <= ROUNDING lambda, whence
+|u^T F| <= ROUNDING lambda. So
 
     |<u, v>|  <=  b_1 ... b_k / p(lambda)  +  ROUNDING lambda |(lambda - T)^{-1} u_1|,
 

@@ -5,6 +5,7 @@ A block is a list of links. Its rules of first and second order and its rounding
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
 from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
 from zoo.bounds.first_order import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
 from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
-from zoo.bounds.rule_table import Link, NoRule
+from zoo.bounds.rule_table import Link, NoRule, together
 
 
 class Residual:
@@ -39,11 +40,11 @@ class Residual:
         """Return the first-order rule: see `Link`."""
         if len(self.branch) == 1:
             return residual_layer_of(self.branch[0], local=local)
-        return residual(chain(layer_of(part, local=local) for part in self.branch))
+        return residual(chain(together(partial(layer_of, local=local), self.branch)))
 
     def nodes(self) -> list[Node]:
         """Return the second-order nodes: see `Link`."""
-        branch = [node for part in self.branch for node in nodes_of(part)]
+        branch = [node for nodes in together(nodes_of, self.branch) for node in nodes]
         names = tuple(name for layer, _ in branch for name in parts_of(layer))
         layer = self.layer(local=True) if self.first_order else Step(self._unmeasured, names)
         return [(layer, residual_expansion(composition(branch)))]

@@ -3,7 +3,7 @@
 They are products, sums, means, factors, and functions of one number. rounding.py states the terms and the assumptions.
 
 With u the unit round-off of the type, a = 2^-24 that of its sums and gamma_k = k a / (1 - k a), a sum of K products and
-a constant has, whatever its order,
+a constant has, in any order,
 
     |fl(A x + b) - (A x + b)| <= gamma_{K+5} (|A| |x| + |b| + |A x + b|) / 2 + u |A x + b|,
 

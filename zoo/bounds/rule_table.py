@@ -20,7 +20,7 @@ missing; a method that needs it then refuses the module or does without. Look-up
 another `forward` would inherit a false proof.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -105,19 +105,52 @@ def types_where(wanted: Callable[[ModuleRules[Any]], Any]) -> list[type[nn.Modul
     return sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
 
 
+def has_rules(model: object) -> bool:
+    """Return whether the model as a whole is of a type that rules describe, or no module at all."""
+    return not isinstance(model, nn.Module) or _TABLE.get(integrity.kind_of(model), NOTHING).trunk is not None
+
+
 class NoRule(UserError):
-    """The model holds a module for which nothing is proved."""
+    """The model holds modules for which nothing is proved; `lacking` are their paths, types and reasons."""
 
     def __init__(self, module: nn.Module, reason: str = "", path: str = "") -> None:
         kind = type(module)
         where = f"{path}: " if path else ""
-        super().__init__(
-            f"NoRule({where}{kind.__module__}.{kind.__qualname__}): "
-            f"{reason or 'no rule is proved for this module type'}; "
-            "certificates need a rule for every module; `certizoo explain` and certify.explain list all layers, and "
-            "CONTRIBUTING.md, 'how to add an attention', says how to add one"
-        )
+        named = f"{where}{kind.__module__}.{kind.__qualname__}"
         self.module_type = kind
+        self._tell([(named, reason or "no rule is proved for this module type")])
+
+    def _tell(self, faults: Sequence[tuple[str, str]]) -> None:
+        self.lacking = tuple(dict.fromkeys(faults))
+        more = "" if len(self.lacking) == 1 else f"{len(self.lacking)} modules, "
+        listed = "; ".join(f"NoRule({named}): {reason}" for named, reason in self.lacking)
+        UserError.__init__(
+            self,
+            f"{more}{listed}; certificates need a rule for every module; `certizoo explain` and certify.explain list "
+            "all layers, and CONTRIBUTING.md, 'how to add an attention', says how to add one",
+        )
+
+    def and_also(self, others: Sequence["NoRule"]) -> "NoRule":
+        """Return this error with the faults of others, too."""
+        self._tell([*self.lacking, *(fault for other in others for fault in other.lacking)])
+        return self
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def together(f: Callable[[A], B], parts: Iterable[A]) -> list[B]:
+    """Return f of every part. Raises one NoRule that lists all parts without an answer."""
+    found, lacking = list[B](), list[NoRule]()
+    for part in parts:
+        try:
+            found.append(f(part))
+        except NoRule as fault:
+            lacking.append(fault)
+    if lacking:
+        raise lacking[0].and_also(lacking[1:])
+    return found
 
 
 def expect(part: nn.Module, *kinds: type[nn.Module]) -> None:

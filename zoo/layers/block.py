@@ -1,9 +1,13 @@
 """Transformer blocks. A block gets its attention, norms and MLP; it does not know which variant they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 from timm.layers import DropPath
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zoo.bounds.curvature import affine
 from zoo.bounds.links import Residual
@@ -76,6 +80,47 @@ class NormFirstBlock(nn.Module):
         x_BND = self.norm1(x_BND)
         x_BND = x_BND + self.drop_path(self.attn(x_BND))
         return self.mlp(self.norm2(x_BND))
+
+
+# activation checkpointing --------------------------------------------------------------------------------------------
+
+
+def recomputed(block: nn.Module, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return the block as a function that keeps only its input and runs once more in the backward pass.
+
+    `run` is called in place of the block.
+    """
+    return partial(
+        checkpoint, run or block, use_reentrant=False, context_fn=partial(_seen_twice, block), early_stop=False
+    )
+
+
+def _seen_twice(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a block's first and second pass, which must compute the same.
+
+    Power iterations of capped weights move their vectors in each pass. The second pass starts from a copy of the first
+    pass's vectors, and its own updates are discarded.
+    """
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+    @contextmanager
+    def second() -> Iterator[None]:
+        for module, name, _, first in buffers:
+            setattr(module, name, first)
+        try:
+            yield
+        finally:
+            for module, name, now, _ in buffers:
+                setattr(module, name, now)
+
+    return nullcontext(), second()
+
+
+# rules ----------------------------------------------------------------------------------------------------------------
 
 
 def pre_norm_chain(module: PreNormBlock) -> Links:

@@ -75,7 +75,7 @@ def settle_caps_(model: nn.Module) -> None:
 
 
 def cap_(module: nn.Module, caps: Sequence[float | None]) -> None:
-    """Give `module.weight` (k m, ...) a cap per block of rows and start on it (orthogonal, scaled); None is no cap.
+    """Give `module.weight` (k m, ...) a cap per block of rows and start on it (orthogonal, scaled); None means no cap.
 
     Blocks without a cap keep their initial values.
     """

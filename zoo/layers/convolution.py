@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from zoo.arithmetic import U
@@ -19,6 +20,7 @@ from zoo.bounds.rule_table import ModuleRules, NoRule, register
 from zoo.spectral import sigma_upper
 
 
+@register_notrace_module  # the size of the image decides its operations
 class CellConv2d(nn.Conv2d):
     """A convolution whose kernel is a multiple of its stride, as one product with its windows. Weights as in nn.Conv2d.
 
@@ -122,7 +124,7 @@ def _angle(frequency_F: Tensor, offsets: int, length: int) -> Tensor:
 
 def conv2d(module: nn.Conv2d) -> Layer:
     """Return the rule of an affine map: its norm times r."""
-    norm_of = _measured(module, module.weight)
+    norm_of = norm_on(module, module.weight)
 
     def layer(x_BCHW: Tensor) -> tuple[Tensor, Bound]:
         y_BOHW = module(x_BCHW)
@@ -136,7 +138,7 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     """Bound a product of matrices, of which |W| is the convolution with |weight|."""
     weight, bias = (None if w is None else w.detach().double().abs() for w in (module.weight, module.bias))
     assert weight is not None
-    norm_of, absolute_of = _measured(module, module.weight), _measured(module, weight)
+    norm_of, absolute_of = norm_on(module, module.weight), norm_on(module, weight)
 
     def moduli(x_BCHW: Tensor) -> Tensor:
         return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding, module.dilation, module.groups)
@@ -150,7 +152,7 @@ def conv_shapes(module: nn.Conv1d | nn.Conv2d) -> Shapes:
     return {"weight": (out, module.in_channels // module.groups, *module.kernel_size), "bias": (out,)}
 
 
-def _measured(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
+def norm_on(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the norm of the convolution with this weight, as a function of its output.
 
     The norm depends on the size of the image and is measured once per size.

@@ -6,6 +6,7 @@ from typing import Any
 
 import timm.layers
 import torch
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from zoo.arithmetic import OUT, U, gamma
@@ -68,6 +69,7 @@ class SLL(nn.Module):
         return x - 2 * (hidden / self.diagonal_H()) @ self.weight.mT
 
 
+@register_notrace_module  # it compares shapes
 class ConstrainedMlp(nn.Module):
     """An MLP with its own residual, 1-Lipschitz if act has slopes in [0, 1].
 
@@ -153,7 +155,9 @@ def sll_expansion(module: SLL) -> Expand:
     w_DH, t_H = module.weight.detach().double(), module.diagonal_H().detach().double()
     off = _diagonal_error(module, gamma(sum(w_DH.shape) + 20) + 8 * U)
     if not off <= DIAGONAL:
-        raise NoRule(module, f"its T is a sum that cancels: float64 has it to a share of {off:.1g}; use method=lofast")
+        raise NoRule(
+            module, f"its T is a sum that cancels, with a relative error of {off:.1g} in float64; use method=lofast"
+        )
 
     def units(x: Tensor) -> Tensor:
         return x @ w_DH + module.bias.double()

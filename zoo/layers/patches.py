@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed
+from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -22,6 +23,7 @@ from zoo.layers.convolution import CellConv2d, conv_shapes
 from zoo.spectral import sigma_upper
 
 
+@register_notrace_module  # its check of the channels is no part of a traced graph
 class Normalize(nn.Module):
     """(x - mean) / std per channel, inside the model: every eps is a radius in [0,1] pixel space. BCHW -> BCHW."""
 

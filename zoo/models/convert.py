@@ -86,7 +86,7 @@ def dp_to_l2(state: Mapping[str, Tensor], tied: bool = True) -> State:
 
         W_Q -> W_Q = W_K,   W_V, W_O -> W_V, W_O,   b_O -> b_O + W_O b_V,   W_K, b_Q, b_K dropped.
 
-    b_V is added to every token alike because rows of P sum to 1, so moving it behind W_O is exact; b_Q cancels in
+    b_V is added to every token alike because rows of P sum to 1, so moving it after W_O is exact; b_Q cancels in
     distances. Untied attention keeps W_K. Source: CertViT (docs/references.md#certvit), section 4; its code copies W_O
     of the first layer into all, which is not followed here.
     """

@@ -7,9 +7,12 @@
 Letters: B images, C channels in, O out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from timm.models import checkpoint_seq
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -58,6 +61,8 @@ class ConvNet(nn.Module):
         init: gives the weights their initial values.
     """
 
+    grad_checkpointing = False  # `set_grad_checkpointing`
+
     def __init__(
         self,
         *,
@@ -76,26 +81,54 @@ class ConvNet(nn.Module):
         def act(*shape: int) -> nn.Module:
             return nn.ReLU() if theta is None else ReLUx(shape, theta)
 
-        self.num_classes, self.img_size, self.in_chans = num_classes, img_size, in_chans
+        self.num_classes, self.in_chans = num_classes, in_chans
         self.normalize = Normalize(mean, std)
         self.convs, self.fcs = nn.Sequential(), nn.Sequential(nn.Flatten())
-        chans, size = in_chans, img_size
-        for out, kernel, stride, padding in layers:
-            size = (size + 2 * padding - kernel) // stride + 1
+        self.feature_info: list[dict[str, Any]] = []
+        chans, reduction = in_chans, 1
+        for (out, kernel, stride, padding), size in zip(layers, sides(layers, img_size), strict=True):
             if size < 1:
                 raise UserError(f"img_size {img_size} is too small for {len(layers)} convolutions; enlarge it")
             self.convs.append(nn.Conv2d(chans, out, kernel, stride, padding, bias=False)).append(act(out, size, size))
-            chans = out
+            chans, reduction = out, reduction * stride
+            module = f"convs.{len(self.convs) - 1}"
+            self.feature_info.append({"module": module, "num_chs": out, "reduction": reduction})
+        self.num_features = chans
         width = chans * size * size
         for out in hidden:
             self.fcs.append(nn.Linear(width, out, bias=False)).append(act(out))
             width = out
+        self.head_hidden_size = width
         self.head = nn.Linear(width, num_classes, bias=False)
         init(self)
 
     def forward_features(self, x_BCHW: Tensor) -> Tensor:
         """Return the activations of the last convolution: (B, C, H, W) -> (B, O, H', W')."""
-        return self.convs(self.normalize(x_BCHW))
+        x_BCHW = self.normalize(x_BCHW)
+        return checkpoint_seq(self.convs, x_BCHW, every=2) if self.grad_checkpointing else self.convs(x_BCHW)
+
+    def forward_intermediates(
+        self,
+        x_BCHW: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Return the activations of the last convolution and a list of those of the chosen ones, as timm's models do.
+
+        There is no `norm` to apply, and no other format than NCHW.
+        """
+        if output_fmt != "NCHW":
+            raise UserError(f"output_fmt is {output_fmt!r}, but a conv net has no tokens; choose 'NCHW'")
+        taken, last = feature_take_indices(len(self.feature_info), indices)
+        x_BCHW, states = self.normalize(x_BCHW), list[Tensor]()
+        for module in [*self.convs][: 2 * last + 2 if stop_early else None]:
+            x_BCHW = module(x_BCHW)
+            states.append(x_BCHW)
+        found = [states[2 * i + 1] for i in sorted(set(taken))]
+        return found if intermediates_only else (x_BCHW, found)
 
     def forward_head(self, x_BOHW: Tensor, pre_logits: bool = False) -> Tensor:
         """Map (B, O, H', W') to logits (B, num_classes), or to the last hidden layer."""
@@ -106,11 +139,35 @@ class ConvNet(nn.Module):
         return self.forward_head(self.forward_features(x_BCHW))
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the linear head; there is no pooling to choose."""
+        """Replace the linear head, or remove it (0 classes); there is no pooling to choose."""
         if global_pool is not None:
             raise UserError(f"global_pool is {global_pool!r}, but a conv net has no pooling; remove global_pool")
         self.num_classes = num_classes
-        self.head = nn.Linear(self.head.in_features, num_classes, bias=False).to(self.head.weight)
+        head: Any = nn.Linear(self.head_hidden_size, num_classes, bias=False) if num_classes else nn.Identity()
+        self.head = head.to(next(self.parameters()))
+
+    def get_classifier(self) -> nn.Module:
+        """Return the linear head."""
+        return self.head
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay skips, in addition to those of one axis: none."""
+        return set()
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns by which timm's optimisers group parameters."""
+        return {"stem": r"^convs\.0\.", "blocks": [(r"^convs\.(\d+)", None), (r"^fcs", (99999,))]}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute every convolution in the backward pass, and keep only its input."""
+        self.grad_checkpointing = enable
+
+
+def sides(layers: Sequence[ConvSize], size: int) -> Iterator[int]:
+    """Yield the side of the activations of every convolution for images of this side."""
+    for _, kernel, stride, padding in layers:
+        size = (size + 2 * padding - kernel) // stride + 1
+        yield size
 
 
 def relux(module: ReLUx) -> Layer:

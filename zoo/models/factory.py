@@ -7,12 +7,10 @@ receive ready-made parts.
 import inspect
 import json
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import timm.models
 from safetensors.torch import load_file
 from torch import nn
 
@@ -27,7 +25,7 @@ from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
 from zoo.layers.residual import WeightedResidual
-from zoo.models import catalog, limits
+from zoo.models import catalog, limits, timm_registry
 from zoo.models.catalog import Options
 from zoo.models.convnet import ConvNet
 from zoo.models.pretrained import load_pretrained
@@ -101,7 +99,9 @@ def create_model(name: str, *, pretrained: str | bool | None = None, **overrides
     options = model_options(name, **overrides)
     limits.check(options)
     options |= pixel_statistics(options)
-    model = _choice("backbone", options.pop("backbone"), BACKBONES)(options)
+    cfg = timm_registry.describe(name, options)
+    model: Any = _choice("backbone", options.pop("backbone"), BACKBONES)(options)
+    model.pretrained_cfg = model.default_cfg = cfg
     if pretrained:
         load_pretrained(model, pretrained)
     return model
@@ -240,19 +240,4 @@ def _accepted(make: Callable[..., Any]) -> set[str]:
     return names
 
 
-def _register_with_timm() -> None:
-    """Make every name a timm entry point of this module, so that `timm.create_model(name)` gives the same model."""
-    this = sys.modules[__name__]
-    for name in list_models():
-
-        def entry(pretrained: bool = False, _name: str = name, **options: Any) -> nn.Module:
-            for key in ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-                options.pop(key, None)
-            return create_model(_name, pretrained=pretrained, **options)
-
-        entry.__name__, entry.__qualname__, entry.__module__ = name, name, __name__
-        setattr(this, name, entry)
-        timm.models.register_model(entry)
-
-
-_register_with_timm()
+timm_registry.register(catalog.models(), create_model)

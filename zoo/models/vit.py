@@ -9,9 +9,13 @@ Letters: B images, C channels, N tokens, D width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import PatchEmbed, trunc_normal_
+from timm.models import VisionTransformer
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -25,7 +29,7 @@ from zoo.bounds.links import Affine
 from zoo.bounds.primitives import mean, plus
 from zoo.bounds.rounding import composed, exact, roundings_of
 from zoo.bounds.rule_table import Link, Links, ModuleRules, NoRule, expect, register
-from zoo.layers.block import PreNormBlock
+from zoo.layers.block import PreNormBlock, recomputed
 from zoo.layers.cap import cap_
 from zoo.layers.constrained import constrain_
 from zoo.layers.init import finish_init_, trunc_normal_init_
@@ -68,6 +72,8 @@ class ViT(nn.Module):
         patch_constraint: keeps that norm at 1 instead, by 'aol' or 'orthogonal' (None: not).
     """
 
+    grad_checkpointing = False  # `set_grad_checkpointing`
+
     def __init__(
         self,
         *,
@@ -103,7 +109,11 @@ class ViT(nn.Module):
             )
         if patch_cap is not None and patch_constraint is not None:
             raise UserError("patch_cap and patch_constraint both bound the patch embedding; set one of them to null")
-        self.num_classes, self.embed_dim, self.global_pool = num_classes, embed_dim, global_pool
+        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
+        self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
+        self.feature_info = [
+            {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": patch_size} for i in range(depth)
+        ]
         self.normalize = Normalize(mean, std)
         sizes = (img_size, patch_size, in_chans, embed_dim)
         self.patch_embed: PatchEmbed | ConvStem
@@ -127,6 +137,7 @@ class ViT(nn.Module):
         last_norm = norm(embed_dim)
         self.norm: nn.Module = nn.Identity() if fc_norm else last_norm
         self.fc_norm: nn.Module = last_norm if fc_norm else nn.Identity()
+        self.head_bias = bias
         self.head = nn.Linear(embed_dim, num_classes, bias=bias)
         init(self)
         if isinstance(self.patch_embed, PatchEmbed):
@@ -136,7 +147,7 @@ class ViT(nn.Module):
         finish_init_(self)
 
     def embed(self, x_BCHW: Tensor) -> Tensor:
-        """Embed normalised patches with positions (and a class token that has one): (B, C, H, W) -> (B, N, D)."""
+        """Embed normalised patches and add positions, also to a class token that has one: (B, C, H, W) -> (B, N, D)."""
         return self.place(self.patch_embed(self.normalize(x_BCHW)))
 
     def place(self, x_BND: Tensor) -> Tensor:
@@ -157,17 +168,67 @@ class ViT(nn.Module):
 
     def trunk(self, x_BCHW: Tensor, first: int | None = None) -> Tensor:
         """Return the tokens after the blocks, or only the `first` ones: (B, C, H, W) -> (B, N or first, D)."""
-        x_BND, blocks = self.embed(x_BCHW), [*self.blocks]
-        for block in blocks[: self.cls_after]:
-            x_BND = block(x_BND)
+        x_BND = self.embed(x_BCHW)
+        for step in self.steps(first):
+            x_BND = step(x_BND)
+        return x_BND
+
+    def steps(self, first: int | None = None) -> list[Callable[..., Tensor]]:
+        """Return the blocks, the last for the `first` tokens only, and where it joins between them, the class token."""
+        steps: list[Callable[..., Tensor]] = [*self.blocks]
+        if self.grad_checkpointing:
+            steps = [recomputed(block) for block in self.blocks]
+        if first is not None:
+            steps[-1] = partial(steps[-1], first=first)
         if self.cls_after:
-            x_BND = self.add_cls_token(x_BND)
-        for block in blocks[self.cls_after : len(blocks) - (first is not None)]:
-            x_BND = block(x_BND)
-        return x_BND if first is None else blocks[-1](x_BND, first)
+            steps.insert(self.cls_after, self.add_cls_token)
+        return steps
+
+    def forward_intermediates(
+        self,
+        x_BCHW: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Return the tokens before pooling and a list with the patches after each block, as timm's ViT does.
+
+        Args:
+            x_BCHW: the images.
+            indices: the blocks: the last n, a list of them, or None for all.
+            return_prefix_tokens: make every entry of the list a pair, the patches and the class token (B, 0 or 1, D).
+            norm: apply the norm to every entry.
+            stop_early: leave out the blocks behind the last entry.
+            output_fmt: 'NCHW' (B, D, Y, X), or 'NLC' (B, N, D).
+            intermediates_only: return the list alone.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise UserError(f"output_fmt is {output_fmt!r}; choose 'NCHW' or 'NLC'")
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        states: list[Tensor] = []
+        x_BND = self.embed(x_BCHW)
+        for step in self.steps():
+            x_BND = step(x_BND)
+            if step != self.add_cls_token:
+                states.append(x_BND)
+            if stop_early and len(states) > last:
+                break
+        states = [self.norm(states[i]) if norm else states[i] for i in sorted(set(taken))]
+        found: list[Any] = [state[:, -self.patch_embed.num_patches :] for state in states]
+        if output_fmt == "NCHW":
+            found = [tokens_BND.mT.unflatten(-1, self.patch_embed.grid_size).contiguous() for tokens_BND in found]
+        if return_prefix_tokens:
+            prefixes = [state[:, : -self.patch_embed.num_patches] for state in states]
+            found = list(zip(found, prefixes, strict=True))
+        return found if intermediates_only else (self.norm(x_BND), found)
 
     def pool(self, x_BND: Tensor) -> Tensor:
-        """Pool the tokens: (B, N, D) -> (B, D)."""
+        """Pool the tokens: (B, N, D) -> (B, D); without pooling, '', they stay as they are."""
+        if not self.global_pool:
+            return x_BND
         return x_BND.mean(1) if self.global_pool == "avg" else x_BND[:, 0]
 
     def forward_head(self, x_BND: Tensor, pre_logits: bool = False) -> Tensor:
@@ -189,12 +250,19 @@ class ViT(nn.Module):
         return {"pos_embed", "cls_token"}
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the linear head; `global_pool` may change only between values that need the same tokens."""
-        if global_pool is not None and global_pool != self.global_pool:
+        """Replace the linear head, or remove it (0 classes). `global_pool=""` also removes the pooling."""
+        if global_pool not in (None, "", self.global_pool):
             raise UserError("the pooling decides whether there is a class token; create a new model instead")
+        self.global_pool = self.global_pool if global_pool is None else global_pool
         self.num_classes = num_classes
-        bias = self.head.bias is not None
-        self.head = nn.Linear(self.embed_dim, num_classes, bias=bias).to(self.pos_embed)
+        head: Any = nn.Linear(self.embed_dim, num_classes, bias=self.head_bias) if num_classes else nn.Identity()
+        self.head = head.to(self.pos_embed)
+
+    # These read the parts by names that are timm's.
+    get_classifier = VisionTransformer.get_classifier
+    group_matcher = VisionTransformer.group_matcher
+    prune_intermediate_layers = VisionTransformer.prune_intermediate_layers
+    set_grad_checkpointing = VisionTransformer.set_grad_checkpointing
 
 
 def _embedding(module: ViT) -> Layer:
@@ -358,6 +426,8 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
 
     Embedding, class token and pooling are affine.
     """
+    if not module.global_pool:
+        raise NoRule(module, "it returns every token; create it with a pooling, 'avg' or 'cls'")
     joins = Affine(
         module,
         module.add_cls_token,

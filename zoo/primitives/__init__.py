@@ -5,12 +5,14 @@
 
 from torch import nn
 
-from zoo.primitives import activations, branches, diagonal, groups, moves, pooling
+from zoo.primitives import activations, branches, diagonal, folded, gates, groups, moves, pooling
 
 PRIMITIVES: tuple[type[nn.Module], ...] = (
     *activations.KINDS,
     *branches.KINDS,
     *diagonal.KINDS,
+    *folded.KINDS,
+    *gates.KINDS,
     *groups.KINDS,
     *moves.KINDS,
     *pooling.KINDS,

@@ -73,6 +73,13 @@ class Kinked:
         return reduce(torch.add, parts).clamp_max(slope_range(self))
 
 
+class Abs(nn.Module):
+    """|z|, entry by entry."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
 def leaky_relu(module: nn.LeakyReLU) -> Kinked:
     """Return max(z, 0) + a min(z, 0)."""
     return leaky(float(module.negative_slope))
@@ -227,6 +234,7 @@ def prelu_shapes(module: nn.PReLU) -> Shapes:
 
 
 _SCALAR: dict[type[nn.Module], Callable[..., Activation]] = {
+    Abs: lambda module: Kinked((-1.0, 1.0), ((0.0, 2.0),), base=-1.0, operations=0),
     nn.LeakyReLU: leaky_relu,
     nn.Hardtanh: clipped,
     nn.ReLU6: clipped,

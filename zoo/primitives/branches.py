@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
 
 class Sum:
-    """The link of `Branches`, none of them the identity beside a single other one."""
+    """The link of `Branches`, except for x + f(x), which is a `Residual`."""
 
     def __init__(self, module: Branches) -> None:
         self.module = module

@@ -95,7 +95,7 @@ def diagonal_gain(module: Diagonal) -> float:
 
 
 def diagonal_shapes(module: Diagonal) -> Shapes:
-    """Return the shapes that it was made with."""
+    """Return the shapes that the module was created with."""
     return dict(zip(("weight", "bias"), module.shapes, strict=True))
 
 

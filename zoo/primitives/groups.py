@@ -2,8 +2,8 @@
 
     y = gamma_c (u / sqrt(|u|^2 / n + eps)) + beta_c,    u = x_g - mean(x_g),  n entries in a group
 
-A group is a token of LayerNorm (docs/proofs.md#layer-norm). To first order here; a captured model has LayerNorm itself
-on reshaped images, with all of its rules. Letters: B images, G groups, N entries of a group.
+A group is a token of LayerNorm (docs/proofs.md#layer-norm). This file has the first-order rule alone. Captured models
+use LayerNorm itself on reshaped images, with all of its rules. Letters: B images, G groups, N entries of a group.
 """
 
 import math
@@ -24,7 +24,7 @@ def group_norm(module: nn.GroupNorm) -> Layer:
     gain = gamma / math.sqrt(module.eps)
 
     def layer(x: Tensor) -> tuple[Tensor, Bound]:
-        y = module(x)  # refuses channels that are no multiple of the groups
+        y = module(x)  # refuses channels that are not a multiple of the groups
         x_BGN = x.reshape(len(x), module.num_groups, -1)
         centred = x_BGN - x_BGN.mean(-1, keepdim=True)
         inner = bounded_normalisation(centred, math.sqrt(x_BGN.shape[-1] * module.eps))

@@ -6,8 +6,8 @@
 
         0 <= R_w = max_i (G_i - G_* - gap_i)_+ <= (sqrt2 |G_w| - gap_w)_+,        G_i - G_* <= sqrt2 |G_w|
 
-so that only g_w < 0 harms, and `hinges` shares the change of the image among the windows (docs/proofs.md#kinks). An
-entry in up to m windows: max pooling is then that of disjoint windows behind m copies, and has the norm m^{1/2}. Proof:
+so that only g_w < 0 harms, and `hinges` shares the change of the image among the windows (docs/proofs.md#kinks). If
+an entry lies in up to m windows, max pooling is that of disjoint windows of m copies, and has the norm m^{1/2}. Proof:
 docs/proofs.md#primitives.
 
 Letters: B images, C classes, W windows of K entries.

@@ -93,7 +93,7 @@ def _chunks(place: str, most: int, advice: str) -> Iterator[bytes]:
                     raise UserError(f"{place} is larger than the expected {most} bytes; {advice}")
                 yield chunk
         except (OSError, ValueError) as error:
-            raise UserError(f"{place} broke off after {read} bytes ({error}); {advice}") from None
+            raise UserError(f"{place} was cut off after {read} bytes ({error}); {advice}") from None
 
 
 @contextmanager

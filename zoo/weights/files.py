@@ -48,7 +48,7 @@ HARMLESS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict in timm's names, and what its source tells besides.
+    """A state dict in timm's names, and what else its source states.
 
     `original` has the names of `library`, which wrote it, and `ema` says whether the source also has averaged weights.
     """
@@ -111,11 +111,9 @@ def _npz(path: Path) -> tuple[Any, Told]:
             arrays = {key: file[key] for key in file.files}
         state = {key: torch.from_numpy(np.asarray(array)) for key, array in arrays.items()}
     except (BadZipFile, EOFError, OSError, KeyError, AttributeError):
-        raise UserError(f"{path} is damaged or cut off, or is no npz file; copy it again") from None
+        raise UserError(f"{path} is damaged or cut off, or is not an npz file; copy it again") from None
     except (ValueError, TypeError):
-        raise UserError(
-            f"{path} holds other things than arrays of numbers; save those alone with numpy.savez"
-        ) from None
+        raise UserError(f"{path} holds more than arrays of numbers; save those alone with numpy.savez") from None
     if any(key.startswith("Transformer/") for key in state):
         raise UserError(
             f"{path} has JAX's names; let timm convert it: timm.create_model(NAME).load_pretrained(FILE), then "

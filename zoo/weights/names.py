@@ -28,7 +28,7 @@ MARKS = {
     HUGGING_FACE: r"(\w+\.)?embeddings\.patch_embeddings\.",
     ZOO: r"normalize\.(mean|std)$",
 }
-# The parts in front of a key that wrappers add: DDP and DeepSpeed, torch.compile, a Lightning module's attribute.
+# Prefixes that wrappers add to keys: DDP and DeepSpeed, torch.compile, a Lightning module's attribute.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.|model\.)+")
 COMPILED = "._orig_mod."
 RULES: dict[str, tuple[tuple[str, str], ...]] = {

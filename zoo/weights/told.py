@@ -1,4 +1,4 @@
-"""Statements of a source beside the numbers: pixel statistics, heads and eps, which a state dict does not contain."""
+"""Facts that a source states beside its weights and a state dict lacks: pixel statistics, heads and eps."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def _statistics(said: Mapping[str, Any]) -> Statistics:
     try:
         return {key: tuple(float(number) for number in value) for key, value in said.items()}
     except (TypeError, ValueError):
-        raise UserError(f"its pixel statistics are no numbers ({str(said)[:200]}); remove them there") from None
+        raise UserError(f"its pixel statistics are not numbers ({str(said)[:200]}); remove them there") from None
 
 
 def _json(path: Path) -> Mapping[str, Any]:

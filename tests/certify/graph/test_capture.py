@@ -18,14 +18,17 @@ from certify.graph.values import Node, Value, materialised
 from certizoo import UserError
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.captured_models import MODELS, OWN, SIZE, Tokens, plain, settled
+from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
 from zoo.layers.mlp import Mlp
 from zoo.layers.norms import SmoothProject
 from zoo.models.vit import ViT
 from zoo.primitives.branches import Branches
 
+QUICK = ("torchvision resnet18", "torchvision vit", "timm vit_tiny", "timm deit", "timm mixer")
 
-@pytest.mark.parametrize("name", [*OWN, *MODELS])
+
+@pytest.mark.parametrize("name", mostly_slow([*OWN, *MODELS], *OWN, *QUICK))
 def test_the_captured_function_has_the_logits_of_the_model(name: str) -> None:
     model, x, _ = settled({**OWN, **MODELS}[name], SIZE if name in OWN else 32)
     exact = capture(prepared(model), tuple(x.shape[1:])).exact
@@ -89,6 +92,21 @@ def test_hooks_and_patched_methods_are_in_the_graph(change: Callable[[nn.Module]
     assert (after.loss_B >= 1.999 * before.loss_B).all()
 
 
+def test_a_patched_function_is_in_the_graph_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention calls the patched softmax in the model and in the capture alike; no rule knows its result."""
+    model, x, y = settled(Tokens)
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda scores, dim: softmax(2 * scores, dim))
+    patched = capture(prepared(model), tuple(x.shape[1:])).exact
+    assert patched is not None
+    with torch.no_grad():
+        found, expected = patched(x.double()), model.double()(x.double())
+    torch.testing.assert_close(found - found[:, :1], expected - expected[:, :1], rtol=1e-11, atol=1e-11)
+    monkeypatch.setattr(torch, "softmax", lambda scores, dim: softmax(scores, dim).square())
+    with pytest.raises(UserError, match=r"pow|square|softmax"):
+        certify(model.float(), x, y, 0.1)
+
+
 class Liar(nn.Module):
     """An object that isinstance takes for a ViT."""
 
@@ -150,11 +168,56 @@ def test_moves_are_those_of_torch() -> None:
     assert torch.equal(module(start.double()), expected.expand(BATCH, 8, 2, 3).double())
 
 
+class Spelled(nn.Module):
+    """An operation between two linear layers, or images in front of it."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], *, images: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.f = (nn.Conv2d(3, 4, 3, 2, 1) if images else nn.Linear(3 * SIZE**2, 8)), f
+        self.b = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) if isinstance(self.a, nn.Conv2d) else self.a(x.flatten(1))
+        return self.b(self.f(y).flatten(1))
+
+
+SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "rms norm": (lambda x: F.rms_norm(x, (8,), torch.linspace(0.5, 2, 8, dtype=x.dtype), 0.1), False),
+    "modulus": (torch.abs, False),
+    "log sigmoid": (F.logsigmoid, False),
+    "gated linear unit": (F.glu, False),
+    "square": (lambda x: 0.1 * x**2 + x.square(), False),
+    "excitation": (lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), True),
+    "pairs in order": (lambda x: torch.cat([x.view(-1, 4, 2).min(2).values, x.view(-1, 4, 2).max(2).values], 1), False),
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), True),
+    "bilinear": (lambda x: F.interpolate(x, size=(7, 6), mode="bilinear"), True),
+    "bicubic": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bicubic", align_corners=True), True),
+    "uneven average": (lambda x: F.adaptive_avg_pool2d(x, 3), True),
+    "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x, 2), True),
+    "circular": (lambda x: F.pad(x, (1, 1, 1, 1), "circular"), True),
+    "group norm": (lambda x: F.group_norm(x, 2, eps=0.1), True),
+    "instance norm": (lambda x: F.instance_norm(x, eps=0.1), True),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_an_operation_has_its_logits_and_a_radius_that_holds(name: str) -> None:
+    f, images = SPELLED[name]
+    x = torch.rand(2, 3, SIZE, SIZE)
+    model = Spelled(f, images=images)
+    model(x)  # the last layer takes its size
+    y = model.eval()(x).argmax(-1)
+    radius_B = certified_radius(model, x, y, "adjoint", nonce="a")  # compares the logits
+    assert (radius_B > 0).all()
+    assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
+
+
 # what is refused ------------------------------------------------------------------------------------------------------
 
 
 class Of(nn.Module):
-    """A linear layer with an operation in front."""
+    """A linear layer after an operation."""
 
     def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -176,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "dropout": (lambda x: F.dropout(x, 0.5, training=True), "dropout .*: random numbers, or dropout that is active"),
     "noise": (lambda x: x + torch.rand_like(x), "rand.*random numbers"),
     "drawn constants": (lambda x: x + torch.rand(3, 1, 1).double(), "random numbers"),
-    "a gate": (lambda x: x * x.sigmoid(), "product of two results"),
+    "a quotient": (lambda x: x / (1 + x.sigmoid()), "quotient by a result"),
     "other images": (lambda x: x - x.mean(0), "over the images"),
     "images by index": (lambda x: x[[0, 0]], "mixes the images"),
     "float32": (lambda x: x.float().double(), "float32"),

@@ -165,7 +165,7 @@ def test_results_of_two_models_make_no_entry(results: Path) -> None:
 
 
 def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, mend in (
+    for words, fix in (
         (["submit", f"results={tmp_path}"], "finish python -m certify there first"),
         (["submit"], "set what to certify"),
         (["check"], "name one entry"),
@@ -173,7 +173,7 @@ def test_a_folder_without_results_is_one_line(tmp_path: Path, capsys: pytest.Cap
     ):
         with pytest.raises(SystemExit):
             main(words)
-        assert mend in capsys.readouterr().err
+        assert fix in capsys.readouterr().err
 
 
 def test_how_far_off_a_claim_is_seen() -> None:

@@ -57,16 +57,16 @@ def test_the_schema_and_the_reader_know_the_same_fields() -> None:
 
 
 CHANGES = {
-    "clean": (lambda e: e.update(clean=101), "clean is 101, no per cent"),
+    "clean": (lambda e: e.update(clean=101), "clean is 101, not a percentage"),
     "below": (lambda e: e["curves"]["l2"]["0.1"].update(certified=59.0), r"more than 58.3|only 55.1"),
     "attack": (lambda e: e["curves"]["l2"]["0.25"].update(attacked=40.0), "43.3 certified and only 40.0"),
     "rising": (lambda e: e["curves"]["linf"]["0.00784314"].update(attacked=52.0), "more than 51.1"),
     "field": (lambda e: e.update(extra=1), "extra is unknown"),
     "missing": (lambda e: e.pop("method"), "method is missing"),
-    "norm": (lambda e: e["curves"].update(l3={"1": {}}), "curves.l3 is no curve"),
-    "eps": (lambda e: e["curves"]["l2"].update({"-1": {}}), "no point at a radius above 0"),
+    "norm": (lambda e: e["curves"].update(l3={"1": {}}), "curves.l3 is not a curve"),
+    "eps": (lambda e: e["curves"]["l2"].update({"-1": {}}), "is not a point at a radius above 0"),
     "type": (lambda e: e.update(published="no"), "published is 'no'"),
-    "chance": (lambda e: e.update(failure_probability=2), "is '2', no probability"),
+    "chance": (lambda e: e.update(failure_probability=2), "is '2', not a probability"),
     "nonce": (lambda e: e.update(nonces=["n1"]), r"nonces\.0 is 'n1'"),
     "origin": (lambda e: e.update(nonces=[{"nonce": "n1", "beacon": None}]), r"nonces\.0\.origin is missing"),
     "path": (lambda e: e.update(name="../x"), "not a valid folder name"),

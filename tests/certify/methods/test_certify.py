@@ -207,13 +207,21 @@ def test_a_refuted_certificate_stops_the_evaluation(monkeypatch: pytest.MonkeyPa
         evaluate(model, x, y, eps=(20.0,), method="lofast")
 
 
+@pytest.mark.slow
+def test_evaluate_asks_auto() -> None:
+    model = random_model(2)
+    assert "radius.best" in evaluate(model, *easy_batch(model, 1, 0), eps=(1e-3,), nonce="one").columns
+
+
 def test_auto_is_best_where_that_can_be_afforded() -> None:
-    small, (x, y) = random_model(2), easy_batch(random_model(2), 1, 0)
+    small = random_model(2)
     with torch.device("meta"):
         large = zoo.create_model("dp_vit_ti")
     assert (named("auto", small), named("auto", large), named("adjoint", large)) == ("best", "lofast", "adjoint")
-    assert "radius.best" in evaluate(small, x, y, eps=(1e-3,), method="auto", nonce="one").columns
     settings = Settings(served_dtype="float32")
     assert (settings.of(small).method, settings.of(large).method) == ("best", "lofast")
-    assert {"best", "lofast"} <= set(SERVED_METHODS), "which count rounding"
+    middle = zoo.create_model("dp_vit_ti", img_size=32, patch_size=16)
+    assert named("auto", middle) == named("auto", middle, (3, 32, 32)) == "adjoint"
+    assert named("auto", nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (3, 2, 2)) == "adjoint", "conv nets are wide"
+    assert {"best", "adjoint", "lofast"} <= set(SERVED_METHODS), "which count rounding"
     assert Settings().of(small) == replace(Settings(), method="best")

@@ -55,7 +55,7 @@ CASES = mostly_slow(EVERY, *(case for case in EVERY if quick(*case)))
 
 
 @pytest.mark.parametrize(("family", "scale", "method", "norm"), CASES)
-def test_no_method_certifies_a_radius_that_holds_the_change(family: str, scale: float, method: str, norm: str) -> None:
+def test_no_method_certifies_a_radius_beyond_the_change(family: str, scale: float, method: str, norm: str) -> None:
     """Test one image at the sufficient change, and far beyond."""
     change = change_needed(FAMILIES[family](0.0).double())
     found = at_sufficient_changes(lambda: certifier(FAMILIES[family](scale), method, "n", norm), change)

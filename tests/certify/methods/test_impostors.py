@@ -331,7 +331,7 @@ REFUSED: dict[str, tuple[Attack, str]] = BREAKING | {
     "model.named_modules": (on_instance("", "named_modules"), "named_modules is patched"),
     "model.state_dict": (on_instance("", "state_dict"), "state_dict is patched"),
     "model.__deepcopy__": (copies_as_another, "__deepcopy__ is patched"),
-    "model.head behind another": (hidden_head, "head stands in front"),
+    "model.head behind another": (hidden_head, "head hides a part"),
     "backward hook": (
         lambda model, patch: model.head.register_full_backward_hook(lambda module, g_x, g_y: (2 * g_x[0],)),
         "_backward_hooks",
@@ -397,7 +397,7 @@ def attacked(request: pytest.FixtureRequest, monkeypatch: Patch) -> Any:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("attacked", REFUSED, indirect=True)
-def test_what_is_not_its_code_and_its_weights_is_refused(attacked: Any, request: pytest.FixtureRequest) -> None:
+def test_anything_beyond_code_and_weights_is_refused(attacked: Any, request: pytest.FixtureRequest) -> None:
     given, x, y = attacked
     words = REFUSED[request.node.callspec.params["attacked"]][1]
     with pytest.raises(UserError, match=words) as refused:
@@ -407,7 +407,7 @@ def test_what_is_not_its_code_and_its_weights_is_refused(attacked: Any, request:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("attacked", BREAKING, indirect=True)
-def test_what_is_refused_would_break_the_certificate(attacked: Any, monkeypatch: Patch) -> None:
+def test_refused_models_would_break_the_certificate(attacked: Any, monkeypatch: Patch) -> None:
     """Without the check the prover certifies a radius inside which the model that runs changes its label."""
     given, x, y = attacked
     monkeypatch.setattr(integrity, "fault_of", lambda module: None)
@@ -434,7 +434,7 @@ def test_what_is_refused_would_break_the_certificate(attacked: Any, monkeypatch:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "crown"])
-def test_every_method_asks(method: str) -> None:
+def test_every_method_checks(method: str) -> None:
     model, x, y = victim()
     model.pool = two_faced(model.pool)
     with pytest.raises(UserError, match="pool is patched"):

@@ -25,7 +25,7 @@ METHODS = {"lofast": LoFAST, "lofast_local": LocalLoFAST, "adjoint": Adjoint}
 
 
 def compensated(bias: nn.Parameter, layer: Any, offset: float, rows: slice = slice(None)) -> None:
-    """Add the offset to one input entry of `layer`, and subtract its effect behind the layer."""
+    """Add the offset to one input entry of `layer`, and subtract its effect after the layer."""
     bias[0] += offset
     layer.bias[rows] -= offset * layer.weight[rows, 0]
 
@@ -161,7 +161,7 @@ def test_an_offset_that_cancels_certifies_nothing_false(
 @pytest.mark.hostile
 @pytest.mark.parametrize("offset", LARGEST, ids=("2^24", "2^32", "2^40"))
 @pytest.mark.parametrize("place", mostly_slow(PLACES, *list(PLACES)[::3]), ids=lambda place: place.__name__)
-def test_margins_less_what_the_defects_cost_are_below_the_true_ones(
+def test_margins_minus_the_cost_of_defects_are_below_the_true_ones(
     place: Callable[[Any, float], None], offset: float
 ) -> None:
     """Without an offset the loss of margin is negligible."""
@@ -199,7 +199,7 @@ def test_models_without_offsets_are_certified_at_the_border() -> None:
 @pytest.mark.hostile
 @pytest.mark.parametrize("offset", [2.0**14, 2.0**20, 2.0**24])
 @pytest.mark.parametrize(("classes", "sign"), [(slice(None), 1), (slice(2, 3), -1)], ids=["all", "one far below"])
-def test_huge_logits_excuse_no_other(classes: slice, sign: int, offset: float) -> None:
+def test_huge_logits_of_one_image_do_not_excuse_another(classes: slice, sign: int, offset: float) -> None:
     """Margins differ by a deciding amount while all classes, or one class, have large logits."""
     model = plain().float()
     x = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     ("call", "argument"),
     [(call, argument) for call, (_, taken) in CALLS.items() for argument in WRONG if argument in taken],
 )
-def test_nothing_but_one_line_leaves(call: str, argument: str) -> None:
+def test_every_fault_is_one_line(call: str, argument: str) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 2, 0)
     right = {"model": model, "images": x, "labels": y, "eps": 0.1, "method": "lofast", "norm": "l2", "nonce": "n"}
@@ -143,7 +143,7 @@ def under(context: Any, f: Callable[[Any, Tensor], Any], model: Any, x: Tensor) 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("method", ["lofast", "adjoint", "best", "auto"])
-def test_what_goes_on_around_a_call_is_refused_in_one_line(name: str, method: str) -> None:
+def test_unsuitable_surroundings_are_refused_in_one_line(name: str, method: str) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 2, 0)
     around, words = AROUND[name]

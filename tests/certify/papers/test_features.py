@@ -251,7 +251,7 @@ def test_the_defaults_are_one_and_those_of_the_paper() -> None:
         ("perplexity=0.5", "at least 1"),
         ("perplexity=high", "give a number of at least 1"),
         ("perplexity=40", "below twice"),
-        ("attack.eps=8/255", "attack.eps='8/255' does not work"),
+        ("attack.eps=8/255", "attack.eps='8/255' is invalid"),
         ("attack.steps=few", "at least 1"),
         ("atack.steps=2", "nearest: attack.steps"),
         ("against=nowhere", "not a hand-over"),

@@ -101,7 +101,7 @@ def test_the_command_writes_a_picture_and_a_row_of_each(
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
+    ("words", "fix"),
     [
         ([], "name a photograph"),
         (["no.png", "model=cert_vit_c10"], "there is no file no.png"),
@@ -113,12 +113,12 @@ def test_the_command_writes_a_picture_and_a_row_of_each(
         (["no.png", "model=cert_vit_c10", "--fast"], "is a flag"),
     ],
 )
-def test_a_mistake_is_one_line(words: list[str], mend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(words: list[str], fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["image", *words])
     said = capsys.readouterr().err
     assert left.value.code == 2
-    assert mend in said
+    assert fix in said
     assert said.count("\n") == 1
 
 

@@ -62,7 +62,7 @@ def png_bomb() -> bytes:
     [png_bomb(), b"", b"GIF89a" + bytes(100), encoded(64, 64, "TIFF"), encoded(64, 64)[:500], LARGE],
     ids=["bomb", "empty", "gif", "tiff", "cut off", "too many bytes"],
 )  # fmt: skip
-def test_what_is_no_photograph_is_one_line_at_once(data: bytes) -> None:
+def test_a_file_that_is_not_a_photograph_is_one_line_at_once(data: bytes) -> None:
     start = time.process_time()
     with pytest.raises(UserError, match="give a JPEG, PNG or WEBP of at most 24 million pixels") as error:
         photo.photo(data, "x\x1b[31m.png", 3, 32)

@@ -90,7 +90,7 @@ def test_a_page_of_another_site_learns_nothing(headers: dict[str, str], local: S
         (b"x", {"Content_Length": "1e3"}),
     ],
 )
-def test_what_is_no_photograph_is_one_line(body: bytes, headers: dict[str, str], local: Server) -> None:
+def test_a_file_that_is_not_a_photograph_is_one_line(body: bytes, headers: dict[str, str], local: Server) -> None:
     status, content, _ = ask(local, "POST", "/?name=%1b[31m<script>", body, **{"Content_Type": BODY} | headers)
     assert status in (400, 413)
     assert "\x1b" not in json.loads(content)["error"]
@@ -104,7 +104,7 @@ def test_unknown_methods_and_norms_are_refused(local: Server, digit: Encoded) ->
 
 
 @pytest.mark.hostile
-def test_another_address_wants_the_token(predict: Predictor, digit: Encoded) -> None:
+def test_any_other_address_requires_the_token(predict: Predictor, digit: Encoded) -> None:
     """Requests from beyond the loopback need the token, which is drawn anew unless it is given."""
     assert Place(host="0.0.0.0").needed != Place(host="0.0.0.0").needed
     assert Place().needed is None
@@ -121,7 +121,7 @@ def test_another_address_wants_the_token(predict: Predictor, digit: Encoded) -> 
 
 
 @pytest.mark.hostile
-def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_time_out(predict: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections above AT_ONCE are closed at once, and a silent one after its time limit."""
     monkeypatch.setattr(servers.Handler, "timeout", 0.5)
     with serving(predict, Place(port=0)) as server:
@@ -155,12 +155,12 @@ def test_silent_connections_keep_nobody_out_for_long(predict: Predictor, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("place", "mend"),
+    ("place", "fix"),
     [({"port": 70_000}, "port=70000"), ({"port": "80.5"}, "port="), ({"token": "short"}, "at least 16"),
      ({"host": ""}, "host=")],
 )  # fmt: skip
-def test_a_place_that_is_none_is_refused(place: dict[str, Any], mend: str) -> None:
-    with pytest.raises(UserError, match=mend):
+def test_a_place_that_is_none_is_refused(place: dict[str, Any], fix: str) -> None:
+    with pytest.raises(UserError, match=fix):
         Place(**place)
 
 

@@ -72,7 +72,7 @@ def test_a_place_that_only_the_config_names_is_not_opened(
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("place", PLACES[:2])
-def test_a_command_is_only_ever_the_persons_own(place: str, handover: Path) -> None:
+def test_only_commands_of_the_command_line_run(place: str, handover: Path) -> None:
     with pytest.raises(UserError, match=r"data\.root"):
         data_of(config("trust_data=true"), naming(handover, {"root": place}))
 

@@ -146,12 +146,12 @@ def test_rows_that_contradict_themselves_are_refused(
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("line", [b"[]", b"7", b"{", b"", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b"null"])
-def test_lines_that_are_no_rows_are_refused(line: bytes, handover: Path, digits: Path, out: Path) -> None:
+def test_lines_that_are_not_rows_are_refused(line: bytes, handover: Path, digits: Path, out: Path) -> None:
     path = out / "stage" / stage.ROWS
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
     (out / "stage" / stage.CERTIFICATE).unlink()
-    with pytest.raises(UserError, match="line 2 is no row"):
+    with pytest.raises(UserError, match="line 2 is not a row"):
         stage_run(handover, digits, out / "stage")
 
 
@@ -168,7 +168,7 @@ def test_rows_without_their_subject_are_refused(note: str | None, handover: Path
 @pytest.mark.hostile
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("lines", mostly_slow((0, 8, 11), 8))
-def test_a_summary_is_not_made_again_of_rows_that_were_changed_behind_it(
+def test_a_summary_is_not_rebuilt_from_changed_rows(
     kind: str, lines: int, handover: Path, digits: Path, out: Path
 ) -> None:
     """The rows are cut to some lines, or edited so that nothing in a row contradicts the rest."""
@@ -257,7 +257,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Path, Path, Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_second_start_into_one_folder_is_told_at_once_and_writes_nothing(
+def test_a_second_start_in_a_folder_is_refused_at_once_and_writes_nothing(
     name: str, handover: Path, digits: Path, tmp_path: Path
 ) -> None:
     folder, run = COMMANDS[name]
@@ -329,19 +329,19 @@ def test_every_setting_of_the_attack_is_part_of_the_subject(field: str) -> None:
     assert field in stage._asked(FEW)["attack"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda rows: rows[::-1],
-        lambda rows: rows[:-1],
-        lambda rows: rows + rows[-1:],
-        lambda rows: [row | {"key": "other"} for row in rows],
-        lambda rows: [{"key": row["key"], "label": row["label"]} for row in rows],
-        lambda rows: [],
-    ],
-)
+MIXED_UP: dict[str, Callable[[Rows], Rows]] = {
+    "reversed": lambda rows: rows[::-1],
+    "too few": lambda rows: rows[:-1],
+    "one twice": lambda rows: rows + rows[-1:],
+    "other keys": lambda rows: [row | {"key": "other"} for row in rows],
+    "without figures": lambda rows: [{"key": row["key"], "label": row["label"]} for row in rows],
+    "none": lambda rows: [],
+}
+
+
+@pytest.mark.parametrize("wrong", mostly_slow(MIXED_UP, "reversed", "without figures"))
 def test_rows_that_a_worker_mixes_up_are_not_written(
-    wrong: Callable[[Rows], Rows], handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, handover: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of two batches is mixed up."""
     right = stage.CertifyBatch.__call__
@@ -349,7 +349,7 @@ def test_rows_that_a_worker_mixes_up_are_not_written(
     def call(self: stage.CertifyBatch, batch: Any) -> Rows:
         rows = right(self, batch)
         self.batches = getattr(self, "batches", 0) + 1  # type: ignore[attr-defined]
-        return wrong(rows) if self.batches == 2 else rows  # type: ignore[attr-defined]
+        return MIXED_UP[wrong](rows) if self.batches == 2 else rows  # type: ignore[attr-defined]
 
     monkeypatch.setattr(stage.CertifyBatch, "__call__", call)
     with pytest.raises(UserError, match=r"report this$"):

@@ -114,7 +114,7 @@ def overtaken(analysis: AdjointAnalysis, baked: Any, x: Tensor, y: Tensor, eps: 
 
 
 def outrun(analysis: AdjointAnalysis, baked: Any, x: Tensor, eps: float) -> Tensor:
-    """Return the largest change behind the first block that ascent over the box finds, relative to its radius: (B,)."""
+    """Return the largest change after the first block that ascent over the box finds, relative to its radius: (B,)."""
     behind = nodes_up_to_first_block(baked)
     radius_B = analysis.radii(same_eps(eps, len(x))).e[behind]
 

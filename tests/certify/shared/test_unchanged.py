@@ -73,7 +73,7 @@ PARTS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("method", MAKE)
 @pytest.mark.parametrize("part", PARTS)
 @torch.no_grad()
-def test_every_method_asks(method: str, part: str) -> None:
+def test_every_method_checks(method: str, part: str) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 2, 0)
     made = MAKE[method](model)

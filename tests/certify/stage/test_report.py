@@ -358,5 +358,7 @@ def test_it_is_published_linked_and_named(
     assert f"{100 * summary['accuracy']['0.05']['certified']:.1f} (" in text
     collected = register._collect([handover, out], tmp_path / "published")
     assert (collected / "report.html").read_bytes() == (out / "report.html").read_bytes()
-    main([f"handover={handover}", f"out={tmp_path / 'out'}", "images=4", "eps=[0.1]", "attack.steps=1"])
+    main(
+        [f"handover={handover}", f"out={tmp_path / 'out'}", "images=4", "method=lofast", "eps=[0.1]", "attack.steps=1"]
+    )
     assert str(tmp_path / "out" / "report.html") in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path
     (again / "certificate.json").unlink()
     done: list[int] = []
     result = stage.run(handover, data(digits), SETTINGS, again, progress=lambda now, total: done.append(now))
-    assert done == [40, 60], "the first 25 rows are not computed twice"
+    assert done == [25, 40, 60], "the first 25 rows are not computed twice"
     one, two = (
         pd.read_parquet(f / "certificates.parquet").drop(columns=["seconds", "served_difference"])
         for f in (whole, again)
@@ -173,7 +173,7 @@ def test_the_experiment_of_a_published_version_can_be_chosen(
         ("headline_eps=x", "headline_eps='x'"),
         ("served_dtype=int8", "served_dtype='int8'"),
         ("data=digits +data.foo=1", "no config key"),
-        ("publish=a/b", "publish='a/b' does not work; give a name of up to 100"),
+        ("publish=a/b", "publish='a/b' is invalid; give a name of up to 100"),
         (f"registry.experiment={'x' * 300}", "give a name of up to 200 characters"),
     ],
 )

@@ -39,7 +39,7 @@ def test_corruptions_refuse_in_words() -> None:
         make({"kind": "corruption"})
 
 
-def test_without_the_library_of_corruptions_the_mend_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_of_corruptions_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("certizoo.attacks.corruption.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'certizoo\[corruptions\]'"):
         Corruption("fog")

@@ -66,7 +66,7 @@ NOT_ASKED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("case", mostly_slow(NOT_ASKED, *list(NOT_ASKED)[::4]))
-def test_who_was_not_asked_the_question_does_not_win(issue: Issue, case: str) -> None:
+def test_a_version_without_comparable_figures_does_not_win(issue: Issue, case: str) -> None:
     """The competitor has 95 % on 500 images."""
     assert issue(0.95, tags={"certified_low.0.1": "0.9400"}).champion
     given, why = NOT_ASKED[case]
@@ -123,9 +123,7 @@ def test_a_hand_says_force_against_the_rule_and_is_told_what_it_overrides(
     assert browse.find("tiny/2").tags["champion_by"] == "hand"
 
 
-def test_the_rule_does_not_undo_a_hand_and_a_hand_gives_back_to_the_rule(
-    issue: Issue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rule_keeps_a_manual_promotion_until_the_next_one(issue: Issue, monkeypatch: pytest.MonkeyPatch) -> None:
     issue(0.6)
     issue(0.5)
     run(monkeypatch, "promote", "tiny/2", "--force")

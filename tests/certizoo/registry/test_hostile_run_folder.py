@@ -259,7 +259,7 @@ def test_a_publication_that_is_none_is_refused_in_one_line(uri: str, tmp_path: P
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("experiment", ["..", ".", "../../up", "a/../../b"])
-def test_an_experiment_s_name_leads_nowhere(uri: str, tmp_path: Path, experiment: str) -> None:
+def test_the_name_of_an_experiment_cannot_leave_the_folder(uri: str, tmp_path: Path, experiment: str) -> None:
     """A folder is named after the experiment."""
     client = store.connect(uri)
     location = client.get_experiment(store.experiment_id(client, experiment)).artifact_location

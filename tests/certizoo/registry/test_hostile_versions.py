@@ -99,7 +99,7 @@ def stored(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "how", mostly_slow((how for how in SWAPS if how != "a link"), "one bit", "a file more", "weights and list")
 )  # the same bytes, after a copy
-def test_what_was_changed_in_the_store_is_not_fetched(uri: str, tmp_path: Path, how: str) -> None:
+def test_a_changed_file_in_the_store_is_not_fetched(uri: str, tmp_path: Path, how: str) -> None:
     swap(stored(tmp_path), how)
     with pytest.raises(UserError, match="not what was published"):
         browse.download("tiny/1")
@@ -155,7 +155,7 @@ def test_code_that_differs_from_that_which_published_is_named(
     assert "was published by other code" in caplog.text
 
 
-def test_a_version_requires_nothing_of_a_name_that_others_may_take(uri: str, tmp_path: Path) -> None:
+def test_a_version_requires_no_package_name_that_others_may_register(uri: str, tmp_path: Path) -> None:
     root = stored(tmp_path).parents[1]
     for name in ("requirements.txt", "conda.yaml", "python_env.yaml", "MLmodel"):
         assert "certizoo" not in (root / name).read_text(), name
@@ -195,7 +195,7 @@ def test_an_evaluation_writes_over_nothing_that_was_certified(uri: str, tag: str
      "norm", "images", "certified_low.0.1", "champion_by", "champion_images", "files_sha256", "certificate_sha256",
      "headline", "git_commit", "сertified_acc.0.1", "a\x1b[2Jb", "x" * 200],
 )  # fmt: skip
-def test_facts_are_not_for_a_person_to_say(tag: str) -> None:
+def test_users_cannot_set_measured_tags(tag: str) -> None:
     with pytest.raises(UserError, match=r"registry\.tags: .* is (reserved|not a tag)"):
         version_tags.refuse_given({tag: "1.0"}, "registry.tags")
 
@@ -219,7 +219,7 @@ MARKUP = {
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("case", mostly_slow(MARKUP, *list(MARKUP)[::4]))
-def test_texts_of_the_registry_are_shown_and_do_not_act(
+def test_texts_of_the_registry_are_shown_without_effect(
     uri: str, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """list, show and compare escape them for every reader."""
@@ -253,7 +253,7 @@ def test_a_link_of_a_description_is_no_link_of_the_terminal(uri: str) -> None:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", ["a'b", 'a" OR name = "b', "[val]"])
-def test_names_that_others_registered_break_no_list(
+def test_names_registered_by_others_do_not_break_lists(
     uri: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.connect(uri).create_registered_model(name)

@@ -84,7 +84,7 @@ def test_no_secret_of_a_configuration_leaves_the_process(
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("key", ["password", "api_key", "AWS_SECRET_ACCESS_KEY", "hf_token", "awsSecretAccessKey"])
-def test_a_key_that_says_it_is_secret_is_believed(key: str) -> None:
+def test_a_key_named_like_a_secret_is_treated_as_one(key: str) -> None:
     assert credentials.redacted({"data": {key: SECRET, "n": [{key: SECRET}]}}) == {
         "data": {key: "***", "n": [{key: "***"}]}
     }

@@ -24,7 +24,7 @@ from tests.tools.tracking import begin, log
 
 
 @contextmanager
-def heeded(number: signal.Signals, how: Any = signal.default_int_handler) -> Iterator[None]:
+def handled(number: signal.Signals, how: Any = signal.default_int_handler) -> Iterator[None]:
     """Let processes started here receive Ctrl-C as at a terminal.
 
     A background job of a script (`make test &`) ignores Ctrl-C, and its children inherit that.
@@ -42,7 +42,7 @@ def registry_ui(folder: Path, port: int) -> Iterator[str]:
     environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
     environment["PYTHONPATH"] = str(Path(store.__file__).parents[2])
     arguments = [sys.executable, "-m", "certizoo.registry", "ui", "--port", str(port)]
-    with (folder / "server.log").open("w") as log, heeded(signal.SIGINT):
+    with (folder / "server.log").open("w") as log, handled(signal.SIGINT):
         server = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         url = f"http://127.0.0.1:{port}"
@@ -194,12 +194,12 @@ def wait_until(word: str, runner: "subprocess.Popen[str]") -> None:
     [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 128 + signal.SIGHUP)],
 )
 def test_a_signal_during_the_start_leaves_nothing(number: signal.Signals, status: int) -> None:
-    with heeded(number, signal.SIG_DFL), group(number) as runner:
+    with handled(number, signal.SIG_DFL), group(number) as runner:
         assert runner.wait(30) == status
 
 
 def test_ctrl_c_in_haste_leaves_nothing() -> None:
-    with heeded(signal.SIGINT), group() as runner:
+    with handled(signal.SIGINT), group() as runner:
         wait_until("ready", runner)
         runner.send_signal(signal.SIGINT)
         wait_until("ending", runner)
@@ -211,7 +211,7 @@ def test_ctrl_c_in_haste_leaves_nothing() -> None:
 
 def test_a_background_job_of_a_script_outlives_its_ctrl_c() -> None:
     """A background job ignores Ctrl-C, and the server prints another way to end it."""
-    with heeded(signal.SIGINT, signal.SIG_IGN), group() as runner:
+    with handled(signal.SIGINT, signal.SIG_IGN), group() as runner:
         assert ui.way_to_end() == f"kill {os.getpid()}"
         wait_until("ready", runner)
         runner.send_signal(signal.SIGINT)

@@ -264,7 +264,7 @@ def test_bounds_that_are_none_are_refused(wrong: dict[str, float], tmp_path: Pat
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("how", ["label", "zeros", "link", "fifo", "short"])
-def test_what_was_changed_in_the_cache_comes_again(
+def test_a_changed_file_in_the_cache_is_fetched_again(
     how: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = config(server.url, tmp_path / "cache", verify="sha256")
@@ -299,7 +299,7 @@ def test_a_folder_that_others_write_is_used_only_with_hashes(mode: int, server: 
 
 
 @pytest.mark.hostile
-def test_a_link_where_a_half_will_be_is_not_followed(cache: Cache, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_partial_file_is_not_followed(cache: Cache, tmp_path: Path) -> None:
     get(cache, "b").close()
     (tmp_path / "mine").write_bytes(b"mine")
     (cache.folder / "a.cached.part").symlink_to(tmp_path / "mine")

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a circle": (lambda root: (root / "cat" / "more").symlink_to(root / "cat"), "are one folder; remove the link"),
     "a link to nothing": (lambda root: (root / "cat" / "x.png").symlink_to("gone"), "x.png is a link to a file that"),
     "splits": (lambda root: [picture(root / split / "cat" / "x.png") for split in ("train", "val")],
-               "holds train and val, which are splits and no classes; give one of them: .*/train with --split train"),
+               "holds train and val, which are splits, not classes; give one of them: .*/train with --split train"),
     "splits in capitals": (lambda root: [picture(root / split / "cat" / "x.png") for split in ("Valid", "Test")],
                            "holds Test and Valid.*/Test with --split test"),
 }  # fmt: skip

@@ -293,7 +293,9 @@ def test_a_silent_command_is_ended(script: str, folder: Path, tmp_path: Path) ->
     ],
 )
 @pytest.mark.parametrize("name", ["toy.json", "toy-train-000001.tar"])
-def test_a_server_leads_nowhere_else(name: str, target: str, server: Server, folder: Path, tmp_path: Path) -> None:
+def test_a_server_cannot_redirect_elsewhere(
+    name: str, target: str, server: Server, folder: Path, tmp_path: Path
+) -> None:
     with serving(folder) as other:
         ports = {"own": server.server_address[1], "other": other.server_address[1]}
         server.leads[name] = target.format(name=name, **ports)
@@ -316,7 +318,7 @@ def test_a_server_that_leads_in_circles_is_one_line(server: Server) -> None:
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("allowed", [None, "", "other.host", "127.0.0.1.evil", "*"])
-def test_the_secrets_of_netrc_go_nowhere_by_default(
+def test_secrets_of_netrc_are_not_sent_by_default(
     allowed: str | None, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(tmp_path, monkeypatch, allowed)
@@ -344,7 +346,7 @@ def plant(home: Path, monkeypatch: pytest.MonkeyPatch, allowed: str | None) -> N
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", ["toy.json", VICTIM])
-def test_what_a_server_packed_is_not_unpacked(name: str, server: Server) -> None:
+def test_a_compressed_response_is_not_unpacked(name: str, server: Server) -> None:
     server.fault[name] = "swollen"
     start = time.monotonic()
     assert name in refusal(lambda: evaluate(config(server.url)))

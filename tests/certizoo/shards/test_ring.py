@@ -54,7 +54,7 @@ def test_a_slot_that_was_used_again_is_seen() -> None:
         ring.page(first.slot)
 
 
-def test_too_little_shared_memory_is_said_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Tensor) -> Tensor:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 

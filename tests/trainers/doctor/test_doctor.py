@@ -81,7 +81,7 @@ def test_a_version_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(machine.metadata, "requires", lambda name: ["torch>=2.11", "ruff>=9 ; extra == 'dev'"])
     (wrong,) = machine.requirements()
     assert not wrong.fits
-    assert wrong.mend == "pip install 'torch>=2.11'"
+    assert wrong.fix == "pip install 'torch>=2.11'"
 
 
 def test_a_disk_too_small(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_run_that_does_not_fit(here: Path) -> None:
     need = estimate.estimate(small, 2)
     findings = {finding.what: finding for finding in doctor.memory(small, need, libraries=2**60)}
     assert findings["memory"].fits is False
-    assert "micro_batch" in findings["memory"].mend
+    assert "micro_batch" in findings["memory"].fix
     assert doctor.table([Finding("a", "b", False, "c")]).row_count == 1
 
 

@@ -71,6 +71,10 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is reserved"),
         ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is reserved"),
     ],
+    "the_warm_up_ends": [
+        ("adv_train", [*TINY, "schedule.warmup_epochs=1000"], "is the whole training (train.epochs="),
+        ("constrain", [*CERTVIT, "schedule.warmup_epochs=3", "constrain.finetune_epochs=3"], "smaller one, or null"),
+    ],
     "ranks_share_the_batch": [("adv_train", [*TINY, "train.batch_size=63"], "not a multiple of the 2 ranks")],
     "micro_batches_make_the_batch": [("adv_train", [*TINY, "train.micro_batch_size=5"], "train.micro_batch_size")],
     "images_make_a_batch": [("adv_train", [*TINY, "train.batch_size=4096"], "1437 training images")],

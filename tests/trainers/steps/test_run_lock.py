@@ -54,7 +54,7 @@ def enter(run_dir: Path, world: Any, unchanged: Any = lambda: None) -> list[str]
         return sorted(path.name for path in run_dir.iterdir()) if run_dir.is_dir() else []
 
 
-def test_the_second_is_told_at_once_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_at_once_and_a_killed_one_holds_no_lock(tmp_path: Path) -> None:
     process = another(tmp_path / "run")
     since = time.monotonic()
     with pytest.raises(

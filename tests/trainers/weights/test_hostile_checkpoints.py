@@ -149,7 +149,7 @@ def test_a_mark_is_refused(left: Path, attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", TEXTS)
-def test_a_mark_that_is_no_mark_is_refused(left: Path, attack: str) -> None:
+def test_an_invalid_mark_is_refused(left: Path, attack: str) -> None:
     text = TEXTS[attack]
     (left / "checkpoints" / checkpoint.tag(1) / MARK).write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(left, f"{MARK} .*(not readable JSON|not UTF-8|larger|too large)")
@@ -268,7 +268,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", [RANK, states.BUFFERS])
 @pytest.mark.parametrize("attack", FILES)
-def test_files_that_are_none_are_refused(left: Path, name: str, attack: str) -> None:
+def test_invalid_files_are_refused(left: Path, name: str, attack: str) -> None:
     rewritten(left, name, FILES[attack])
     refused(left)
 
@@ -286,7 +286,7 @@ LAYERS: dict[str, tuple[State, object]] = {
 
 
 @pytest.mark.parametrize("attack", LAYERS)
-def test_a_layer_of_certvit_that_is_none_is_refused(tmp_path: Path, attack: str) -> None:
+def test_an_invalid_layer_of_certvit_is_refused(tmp_path: Path, attack: str) -> None:
     state, fact = LAYERS[attack]
     path = tmp_path / "0.safetensors"
     save_file({"weight": torch.ones(2, 3)}, path, {"fact": json.dumps(FACTS)})
@@ -331,7 +331,7 @@ def test_a_link_where_the_run_will_write_is_refused(left: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", [RANK, states.BUFFERS, MARK])
-def test_a_pipe_keeps_nobody_waiting(left: Path, name: str) -> None:
+def test_a_pipe_blocks_nothing(left: Path, name: str) -> None:
     piped(left / "checkpoints" / TAG / name)
     refused(left)
 

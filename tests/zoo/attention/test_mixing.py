@@ -143,9 +143,9 @@ def test_positions_that_float64_loses_are_refused(change: str) -> None:
         module.pos_proj.bias.fill_(2.0**60)
     else:
         module.pos_proj.weight[:, 0], module.pos_proj.weight[:, 2] = 2.0**60, -(2.0**60)
-    with pytest.raises(NoRule, match="float64 loses the weights of its positions"):
+    with pytest.raises(NoRule, match="float64 cannot hold the weights of its positions"):
         layer_of(module)(x_BND)
-    with pytest.raises(NoRule, match="float64 loses the weights of its positions"):
+    with pytest.raises(NoRule, match="float64 cannot hold the weights of its positions"):
         expansion_of(module)(x_BND)
 
 

@@ -153,7 +153,7 @@ def test_a_type_that_states_no_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
     register(Shift, ModuleRules(rule=lambda module: lambda x: (module(x), lambda r: r)))
     model = small_model("standard", 0)
     model.norm = Shift()
-    with pytest.raises(NoRule, match=r"norm: .*its b has the shape \(16,\), and its rules state none"):
+    with pytest.raises(NoRule, match=r"norm: .*its b has the shape \(16,\), but its rules state none"):
         trunk(model)
     model.norm = nn.RMSNorm(16)
     with pytest.raises(NoRule, match=r"norm: .*RMSNorm.*its weight has the shape \(16,\)"):

@@ -274,7 +274,7 @@ def test_shares_add_up_and_sizes_do_not_cancel() -> None:
 @pytest.mark.parametrize(
     "f", [torch.sin, torch.fft.fft, lambda x: x.float().double() * 1.0 + x.float()], ids=["sin", "fft", "float32"]
 )
-def test_what_is_not_known_is_refused(f: Any) -> None:
+def test_unknown_operations_are_refused(f: Any) -> None:
     x = torch.ones(1, 3, dtype=torch.float64)
     with pytest.raises(UserError):
         affine_rounding(f, partial(torch.mul, x), x)

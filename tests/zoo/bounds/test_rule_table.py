@@ -111,6 +111,27 @@ def halved() -> Any:
     return model
 
 
+class Third(nn.Module):
+    """x / 3."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 3
+
+
+@pytest.mark.usefixtures("own_table")
+def test_all_modules_without_a_rule_are_listed_at_once(halved: Any) -> None:
+    halved.blocks[0].mlp.act = Third()
+    x, y = labelled(halved, 1, 0)
+    with pytest.raises(NoRule, match=r"2 modules, .*blocks\.0\.mlp\.act: .*Third.*; .*norm: .*Half"):
+        certified_radius(halved, x, y, "lofast")
+    register(Half, ModuleRules())
+    register(Third, ModuleRules())
+    for method in ("lofast", "adjoint"):
+        with pytest.raises(NoRule, match=r"2 modules, .*Third.*; .*Half") as refused:
+            certified_radius(halved, x, y, method)
+        assert len(refused.value.lacking) == 2
+
+
 @pytest.mark.usefixtures("own_table")
 def test_a_module_is_added_by_one_registration(halved: Any) -> None:
     """It works in a whole model, for every method and for served types."""

@@ -385,7 +385,7 @@ def test_tags_are_full_and_known() -> None:
         load_pretrained(ours("vit"), "zzz")
 
 
-def test_no_network_is_said_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_network_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("cannot reach the hub\nand more")
 

@@ -107,7 +107,7 @@ def test_show_with_other_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
+    ("words", "fix"),
     [
         (["dp_vit_t"], "dp_vit_ti"),
         (["*swim*"], "(all: python -m zoo)"),
@@ -118,14 +118,14 @@ def test_show_with_other_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "dp_vit_b", "--set", "attention={name"], "YAML"),
     ],
 )
-def test_errors_are_one_line(words: list[str], mend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(words: list[str], fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
-    assert mend in error
+    assert fix in error
 
 
 def test_no_match_is_a_user_error() -> None:

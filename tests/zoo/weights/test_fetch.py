@@ -95,7 +95,7 @@ def test_offline_it_says_in_one_line_what_to_do(elsewhere: None, monkeypatch: py
     assert "\n" not in str(error.value)
 
 
-def test_what_was_changed_in_the_cache_comes_again(
+def test_a_changed_file_in_the_cache_is_fetched_again(
     elsewhere: None, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(table.MIRROR, str(table.HERE))
@@ -167,14 +167,14 @@ def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: 
     digest, path = hashlib.sha256(content).hexdigest(), tmp_path / "w"
     real, once = fetch._chunks, iter([True])
 
-    def chunks(place: str, most: int, mend: str) -> Iterator[bytes]:
-        parts = list(real(place, most, mend))
+    def chunks(place: str, most: int, fix: str) -> Iterator[bytes]:
+        parts = list(real(place, most, fix))
         half = len(parts) // 2
         yield from parts[:half]
         if next(once, False):
             with monkeypatch.context() as other:
                 other.setattr("os.getpid", lambda: -1)
-                fetch.fetched(place, digest, path, most, mend)
+                fetch.fetched(place, digest, path, most, fix)
         yield from parts[half:]
 
     monkeypatch.setattr(fetch, "_chunks", chunks)
@@ -185,7 +185,7 @@ def test_two_that_fetch_side_by_side_spoil_nothing(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.hostile
-def test_no_other_form_than_safetensors_is_read(tmp_path: Path) -> None:
+def test_only_safetensors_are_read(tmp_path: Path) -> None:
     """A pickle with the right digest is still not a safetensors file."""
     import pickle
 

@@ -1,4 +1,4 @@
-"""Provable bounds of softmax attention around a clean point, whatever made its queries, keys and values.
+"""Provable bounds of softmax attention around a clean point, for queries, keys and values from any source.
 
 softmax_row.py     one row p = softmax(s) whose scores s change
 core.py            softmax(scores) V: how far it moves, and how far it leaves its linearisation, given how far the

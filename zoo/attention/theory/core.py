@@ -109,7 +109,7 @@ class Score:
 
 
 class Change(NamedTuple):
-    """Bounds of how far scores and softmax may have moved."""
+    """Bounds of the changes of scores and softmax."""
 
     matrix: Tensor  # ||S' - S||_F of each group (..., B, G)
     row: Tensor  # of each of their rows (..., B, H, N)
@@ -119,7 +119,7 @@ class Change(NamedTuple):
 class Core:
     """Abstract: one clean batch.
 
-    q, k, v (B, H, N, O), P (B, H, N, N) the softmax, and `mixed` the matrix in front of V: an affine map of P per head,
+    q, k, v (B, H, N, O), P (B, H, N, N) the softmax, and `mixed` the matrix before V: an affine map of P per head,
     with the linear part `gain_H` (gpsa.py). `values` are centred, and carry that gain.
 
     A subclass states how far scores and values may move: the attributes declared here, and the methods without a body.
@@ -133,7 +133,7 @@ class Core:
     norm_o: Tensor | float = 1.0  # of the map after the heads
     norm_v: Tensor | float = 1.0  # of the map that makes all values, the gain included
     norm_v_max: Tensor | float = 1.0  # the largest of one head
-    p_change_max: float = math.inf  # ||P' - P||_F of a head whatever the radii
+    p_change_max: float = math.inf  # ||P' - P||_F of a head for any radii
 
     def __init__(self, score: Score, q: Tensor, k: Tensor, v: Tensor, p: Tensor, mixed: Tensor, gain_H: Tensor) -> None:
         self.score, self.s = score, abs(score.s)

@@ -1,4 +1,4 @@
-"""The cost of queries, keys, values and probabilities at the clean point being computed, not exact.
+"""The cost of rounding errors in queries, keys, values and probabilities at the clean point.
 
 core.py and forms.py bound the core that has the computed q, k, v and P. The exact core moves differently, by X(eta) at
 a change eta of q, k and v. With scores that are off by at most d, up to a constant of each row, eps = sqrt(N) d, errors
@@ -8,8 +8,9 @@ scores,
     |X_il| <= (eps V + |e_v|) (min(2.5, |delta_il|) + |eps1_il|) + V |eps1_il|
               + (4 eps + min(|eps1_il|, 6) / 2) |eta^v_l|
 
-where V bounds the norm of the exact values of a head, less their mean; times the gain, where that is above 1. Proof:
-docs/proofs.md#scores.
+where V bounds the norm of the exact values of a head, less their mean. A gain above 1 multiplies all of it.
+
+Proof: docs/proofs.md#scores.
 
 Letters: as in core.py.
 """
