@@ -131,7 +131,7 @@ def test_activations_grow_with_the_batch_as_estimated(here: Path) -> None:
 
 
 def test_activations_are_those_of_the_objective(here: Path) -> None:
-    """trades keeps the passes of images and adversarial images; a loss with an input gradient keeps that one's too."""
+    """TRADES keeps the passes of images and of adversarial ones; a loss with an input gradient keeps that one's too."""
     kept = {name: estimate.estimate(job(f"objective={name}"), 2).activations for name in ("pgd_at", "trades", "lmce")}
     assert kept["trades"] > 1.9 * kept["pgd_at"]
     assert kept["lmce"] > 1.9 * kept["pgd_at"]
