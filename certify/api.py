@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from certify.graph.model import with_rules
 from certify.methods import AUTO, METHODS, NAMES, named
+from certify.shared.bake import Model
 from certify.shared.ball import L2, known
 from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of
 from certizoo import UserError
-from certizoo.inputs import require_numbers, require_radius
+from certizoo.inputs import batch_given, require_numbers, require_radius
 from certizoo.nearest import unknown
 from certizoo.text import shown
 from zoo.bounds.rule_table import NoRule
@@ -62,9 +63,11 @@ def certifier(
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
         raise UserError(f"nonce={shown(nonce)} is not a string; pass one such as 'n1f3', or None to draw one")
-    shape = tuple(batch[0].shape[1:]) if batch is not None and isinstance(batch[0], Tensor) else None
-    name, norm = named(method, model, shape), known(norm)
-    given = model if batch is None else with_rules(model, *batch)
+    norm, given, shape = known(norm), cast(nn.Module | Model, model), None
+    if batch is not None:
+        images, labels = batch_given(*batch)
+        given, shape = with_rules(model, images, labels), tuple(images.shape[1:])
+    name = named(method, model, shape)
     try:
         return METHODS[name](given, nonce, norm)
     except NoRule:

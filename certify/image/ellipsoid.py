@@ -25,6 +25,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from certify.image.budget import at_once, budget
 from certify.image.columns import Columns
@@ -113,7 +114,7 @@ class Ellipsoids:
     """The ellipsoids of all leaves around a batch of clean images."""
 
     def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
-        self.joint, self.tape, self.most_B, self._draw = joint, joint.tape, joint.most_B, draw
+        self.joint, self.tape, self.most_B, self.draw = joint, joint.tape, joint.most_B, draw
         self._known, self._off = known, off
         self.budget, self.failure = budget(self.tape), PROBE_FAILURE  # `failure` is per image
         self.rounding = self._measured()
@@ -128,7 +129,7 @@ class Ellipsoids:
             self.rests[at] = self._rest(at, total_B, sizes)
             return self._theta(at, total_B, sizes)
 
-        self._most = self._grow(self.most_B, measured)
+        self.most = self._grow(self.most_B, measured)
 
     def _measured(self) -> Rounding:
         """Bound the sizes of all M_i at once, and return the rounding that follows from them.
@@ -182,7 +183,7 @@ class Ellipsoids:
             if leaf.forms is None or reach is None:
                 bounds[at] = leaf.remainder(g[at])
             else:
-                forms[at] = leaf.forms.of_gradient(g[at], reach)
+                forms[at] = self.form_of(leaf.forms, g[at], reach)
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
@@ -190,6 +191,10 @@ class Ellipsoids:
         norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, constant, max(forms), bounds, forms, numbers)
+
+    def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:
+        """Return the form of a leaf for margins with these gradients at its output."""
+        return forms.of_gradient(g, reach)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """Bound what remainders can cost of the margins: (C, B)."""
@@ -203,10 +208,10 @@ class Ellipsoids:
 
     def held(self, at: int) -> Tensor:
         """Return 1 where a leaf's remainder is bounded best by its form, at the largest e, else 0: (B,)."""
-        rest, before_B = self.rests[at], self._most.before[at]
+        rest, before_B = self.rests[at], self.most.before[at]
         if rest.form is None:
             return torch.zeros_like(self.most_B)
-        return (product(rest.norm_B.square(), before_B) <= self._most.theta[at]).to(self.most_B)
+        return (product(rest.norm_B.square(), before_B) <= self.most.theta[at]).to(self.most_B)
 
     def end(self, grown: Grown) -> Tensor:
         """Bound how far the features move, without the last node's own error: (B,).
@@ -296,14 +301,15 @@ class Ellipsoids:
     ) -> Tensor:
         """Return upper bounds of lambda_max(s sum_i M_i^T C_i M_i s)^(1/2), s diagonal: (C, B).
 
-        They are infinite where a form is. `numbers` are C tensors that seed the starts.
+        They are infinite where a form is. `numbers` are C tensors that seed the starts. Where s is 0 on a part, it must
+        not be 0 on the noise, of which rounding is measured.
         """
         unknown = ~torch.stack([torch.isfinite(form.largest) for form in forms.values()]).all(0)
         known = {at: _silenced(form, unknown) for at, form in forms.items()} if bool(unknown.any()) else forms
         last = max(forms)
         room = torch.Size([lanczos.STARTS, self.joint.room(last)])
         self.failure += len(numbers) * lanczos.chance(room[-1])
-        start = torch.stack([self._draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
+        start = torch.stack([self.draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
         shift, gram = self.rounding.shift(known, scale), self.joint.gram(known)
         rounding = torch.where(self.rounding.left(last, scale) > 0, ALLOWED, torch.inf).expand(len(start), -1)
 
@@ -315,6 +321,26 @@ class Ellipsoids:
 
         found = lanczos.norms(apply, start, rounding, close)
         return torch.where(unknown, torch.inf, found)
+
+    def top(self, forms: Mapping[int, QuadraticForm], word: str, numbers: Sequence[Tensor], within: Tensor) -> Tensor:
+        """Return upper bounds of lambda_max( sum_i (E A_i)^T C_i E A_i ) and 0, for forms of either sign: (C, B).
+
+        `within` (C, B) is never below the norm of sum_i M_i^T |C_i| M_i. Rounding is at most ALLOWED times `shift`, and
+        hence times the largest eigenvalue of the shifted sum, unless all eigenvalues of the sum are negative.
+        """
+        size = self.joint.images[0].numel()
+        self.failure += len(numbers) * lanczos.chance(size)
+        room = torch.Size([lanczos.STARTS, size])
+        start = torch.stack([self.draw(room, word, of_map).movedim(1, 0) for of_map in numbers])
+        shift, gram = self.rounding.shift_of(forms, within), self.joint.gram(forms)
+        rest = self.joint.room(max(forms)) - size
+        allowed = torch.where(torch.isfinite(shift), ALLOWED, torch.inf)
+
+        def apply(v: Tensor) -> Tensor:
+            return gram(pad(v, (0, rest)))[..., :size] + _repeated(shift, v) * v
+
+        found = lanczos.norms(apply, start, allowed, self.budget.close).square() * OUT
+        return nan_to_inf((found - shift).clamp_min(0))
 
     def _probed(self) -> Sizes:
         """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.
@@ -335,7 +361,7 @@ class Ellipsoids:
         fit, longest_B = at_once(self.most_B.numel() * room), torch.zeros_like(self.most_B)
         for start in range(0, self.budget.probes, TOGETHER):  # the vectors do not depend on how many fit
             rooms = torch.Size([min(TOGETHER, self.budget.probes - start), room])
-            u = self._draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
+            u = self.draw(rooms, f"probes {start}", self.most_B[:, None]).movedim(1, 0)
             longest_B = torch.maximum(longest_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
             for fitting in u.split(fit):
                 self.joint.push(fitting, visit, last)

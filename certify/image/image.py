@@ -90,8 +90,11 @@ class Level:
 class ImageAnalysis:
     """The analysis of a batch of correctly classified images.
 
-    The adjoint analysis answers every eps first. Forms on the ball of images bound what it leaves open.
+    The adjoint analysis answers every eps first. Forms on the ball of images bound what it leaves open. `beyond` is how
+    far a method is likely to prove more than `expected_B`.
     """
+
+    beyond = 1.0
 
     def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
@@ -113,7 +116,7 @@ class ImageAnalysis:
         return self.inner.failure + float(failure_B.max())
 
     def guess(self) -> Tensor:
-        return self.ball.eps_within(SEARCH_START * self.expected_B)
+        return self.ball.eps_within(SEARCH_START * self.beyond * self.expected_B)
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
@@ -210,7 +213,7 @@ class ImageAnalysis:
     @torch.no_grad()
     def _first(self) -> RadiusSchedule:
         """The first schedule; NaN where no radius is expected."""
-        first = RadiusSchedule.first(FIRST_STAGE * self.expected_B, self._first_order.end_B)
+        first = RadiusSchedule.first(FIRST_STAGE * self.beyond * self.expected_B, self._first_order.end_B)
         return first.skip_proved(self._whole.proved, self._budget.gain)
 
     @cached_property

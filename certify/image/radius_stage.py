@@ -6,6 +6,7 @@ Letters: B images, J classes, C rivals of each, R all rivals, the closest first;
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from certify.adjoint.adjoint import AdjointAnalysis, groups
 from certify.image.budget import at_once, budget
 from certify.image.columns import Columns
-from certify.image.coupled import Coupled, coupled
+from certify.image.coupled import coupled
 from certify.image.ellipsoid import Ellipsoids, Grown, Margins, Off
-from certify.image.joint import Sizes
+from certify.image.joint import Joint, Sizes
 from certify.image.weights import estimate_weights
 from certify.shared.ball import Ball
 from certify.shared.certificate import Clean, gaps, open_pairs, pair_weights
@@ -142,6 +143,14 @@ class Group:
     lengths: Vectors
 
 
+class Together(Protocol):
+    """A bound of the loss to first order and of the forms' remainders together."""
+
+    def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Return the bound for e <= the largest: (C, B)."""
+        ...
+
+
 @dataclass
 class Formed:
     """Some rivals of every image, with what their remainders can cost: (C, B) each.
@@ -154,10 +163,10 @@ class Formed:
     at_ends: Sequence[Tensor]
     slip: Tensor
     margins: Margins
-    couple: Callable[[], Coupled]
+    couple: Callable[[], Together]
 
     @cached_property
-    def coupled(self) -> Coupled:
+    def coupled(self) -> Together:
         return self.couple()
 
 
@@ -185,11 +194,15 @@ class RadiusStage:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
         joint = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
-        self.ellipsoids = Ellipsoids(joint, here.draw, here.sizes, here.off, first)
+        self.ellipsoids = self.bounds(joint, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
         self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
         self._formed = list[Formed]()
+
+    def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
+        """Return the ellipsoids of these maps."""
+        return Ellipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     @cached_property
     def reach_B(self) -> Tensor:
@@ -265,8 +278,12 @@ class RadiusStage:
     def _formed_of(self, class_CB: Tensor) -> Formed:
         g = self.here.gradients(class_CB)
         margins, first = self.ellipsoids.margins(g.leaves, class_CB), self.here.ball.length(g.image)
-        couple = partial(coupled, self.ellipsoids, margins, g.image, first)
+        couple = partial(self.couple, margins, g, first)
         return Formed(class_CB, first, self._at_ends(g), self.ellipsoids.slip(g.lengths), margins, couple)
+
+    def couple(self, margins: Margins, g: Gradients, first: Tensor) -> Together:
+        """Return the bound of the first order `first` e and remainders together."""
+        return coupled(self.ellipsoids, margins, g.image, first)
 
     def _at_ends(self, g: Gradients) -> list[Tensor]:
         """Return the lengths of the gradients at the ends of nodes."""

@@ -63,6 +63,15 @@ class Rounding:
         left = self.left(max(forms), scale).clamp_min(0)
         return nan_to_inf(torch.stack(torch.broadcast_tensors(*off)).sum(0) / left)
 
+    def shift_of(self, forms: Mapping[int, QuadraticForm], within: Tensor) -> Tensor:
+        """Return the same for forms of either sign, whose sum of absolute values has at most the norm `within`.
+
+        All rounding is at most ALLOWED times this shift: (C, B).
+        """
+        off = [self.of_form(at, form) for at, form in forms.items()]
+        total = torch.stack(torch.broadcast_tensors(*off)).sum(0) + product(self.share(max(forms)), within)
+        return nan_to_inf(OUT * total / ALLOWED)
+
     def of_form(self, at: int, form: QuadraticForm) -> Tensor:
         """Bound the distance of M_i^T fl(C_i M_i u) from M_i^T C_i M_i u for |u| = 1: (C, B)."""
         rounding = torch.as_tensor(form.rounding, dtype=form.largest.dtype, device=form.largest.device)

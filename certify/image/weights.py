@@ -25,7 +25,7 @@ from certify.image.ellipsoid import SIZES, Draw, Known, Off
 from certify.image.joint import IMAGE, NOISE, Joint, Noise, Sizes
 from certify.image.rounding import ALLOWED, Rounding
 from certify.image.samples import LENGTHS, Samples
-from zoo.arithmetic import broadcast_batch
+from zoo.arithmetic import U, broadcast_batch
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Tape, Vectors
 
@@ -94,8 +94,9 @@ class WeightEstimate:
         and the gain is the sum of (rounding_n |M_n| / w_n)^2.
         """
         leaves = self.samples.tape.leaves
-        most_B = torch.stack([leaves[at].rounding for at in self.lengths]).amax(0).clamp(*LENGTHS)
-        shape = {at: length_B * (leaves[at].rounding / most_B).sqrt() for at, length_B in self.lengths.items()}
+        own = {at: leaves[at].rounding.clamp_min(4 * U) for at in self.lengths}  # with that of a sum behind the leaf
+        most_B = torch.stack(list(own.values())).amax(0).clamp(*LENGTHS)
+        shape = {at: length_B * (own[at] / most_B).sqrt() for at, length_B in self.lengths.items()}
         if not self.parts:
             return self._widened({at: FLOOR * size_B for at, size_B in shape.items()})
         adds_B = self._adds(Noise(shape, {}))

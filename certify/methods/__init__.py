@@ -13,6 +13,7 @@ from certify.methods.crown import Crown
 from certify.methods.lofast import LocalLoFAST, LoFAST
 from certify.shared.bake import Model
 from certify.shared.certificate import Certifier
+from certify.taylor.taylor import Taylor
 from certizoo.attacks.loop import probing
 from zoo.bounds.rule_table import has_rules
 
@@ -29,6 +30,7 @@ METHODS: dict[str, Method] = {
     "lofast_local": _without_chance(LocalLoFAST),
     "adjoint": Adjoint,
     "image": Image,
+    "taylor": Taylor,
     "crown": _without_chance(Crown),
     "best": Best,
 }

@@ -25,6 +25,7 @@ from certify.methods.lofast import LoFAST, LoFASTAnalysis
 from certify.shared.bake import refuse_impostor
 from certify.shared.ball import L2, Ball
 from certify.shared.certificate import Certificate, Certifier, Clean, decide, per_image
+from certify.taylor.taylor import Taylor
 from certizoo import UserError
 from certizoo.text import shown
 from zoo.arithmetic import OUT, nan_to_inf, product
@@ -71,6 +72,10 @@ class ServedImage(Image, ServedAdjoint):
     """The certifier of `model` served in `dtype`, on the ball of images."""
 
 
+class ServedTaylor(Taylor, ServedAdjoint):
+    """The certifier of `model` served in `dtype`, to second order exactly where it has the rules."""
+
+
 @dataclass(frozen=True)
 class ServedLoFASTAnalysis(LoFASTAnalysis):
     """The LoFAST analysis with margins less the head's rounding."""
@@ -115,7 +120,7 @@ class ServedLocalLoFAST(ServedLoFAST):
 def _best(model: nn.Module, dtype: torch.dtype, nonce: str | None, norm: str) -> Certifier:
     """Return the strongest certifier; CROWN is left out because it does not bound rounding."""
     try:
-        return ServedImage(model, dtype, nonce, norm)
+        return ServedTaylor(model, dtype, nonce, norm)
     except NoRule:
         return ServedLoFAST(model, dtype, norm)
 
@@ -126,6 +131,7 @@ SERVED_METHODS: dict[str, Callable[[nn.Module, torch.dtype, str | None, str], Ce
     "lofast_local": lambda model, dtype, nonce, norm: ServedLocalLoFAST(model, dtype, norm),
     "adjoint": ServedAdjoint,
     "image": ServedImage,
+    "taylor": ServedTaylor,
     "best": _best,
 }
 

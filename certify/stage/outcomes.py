@@ -59,11 +59,11 @@ def evaluate(
 
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
-    method = named(method, model, tuple(images_BCHW.shape[1:]) if isinstance(images_BCHW, Tensor) else None)
-    certifier = certifier_of(model, method, nonce, norm, (images_BCHW, labels_B))
+    images, labels = batch_given(images_BCHW, labels_B)
+    method = named(method, model, tuple(images.shape[1:]))
+    certifier = certifier_of(model, method, nonce, norm, (images, labels))
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())
-    images, labels = batch_given(images_BCHW, labels_B)
     images, labels = images.to(weight), labels.to(weight.device)
     grid = _grid(eps, norm)
     names = [str(i) for i in range(len(labels))] if keys is None else list(keys)

@@ -11,6 +11,7 @@ from certify.image.ellipsoid import Ellipsoids
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import RadiusStage, Situation
+from tests.tools.ascent import ascend, ascend_box
 from tests.tools.small_models import labelled, small_model
 from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -38,6 +39,42 @@ def off_by(analysis: ImageAnalysis, off: float) -> Situation:
 def stage_of(analysis: ImageAnalysis, e: float) -> RadiusStage:
     here = situation(analysis)
     return RadiusStage(here, torch.full_like(here.images[:, 0, 0, 0], e), Columns.of(here.tape, here.images))
+
+
+def beaten(certifier: Image, analysis: ImageAnalysis, stage: RadiusStage, radii: tuple[float, ...]) -> bool:
+    """Check if an image of one of the balls inside these L2 balls loses more margin than the stage claims."""
+    label_B, ball = analysis.clean.label_B, analysis.ball
+    search = ascend if ball.norm == "l2" else ascend_box
+    for e in radii:
+        e_B = stage.most_B / stage.most_B * e
+        loss_BJ = stage.losses(e_B, torch.full_like(analysis.clean.margin_BJ, torch.inf))
+        bounds_BJ = formed_losses(stage, e_B)
+        for step in (1, 2, 3):
+            rival_B = (label_B + step) % 4
+
+            def drop(z: Tensor, rival_B: Tensor = rival_B) -> Tensor:
+                logits = certifier.baked(z)
+                many = len(z) // len(label_B)
+                own, other = label_B.repeat(many)[:, None], rival_B.repeat(many)[:, None]
+                return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
+
+            found_B = search(drop, analysis.images, ball.eps_within(e_B), 60, 4) - drop(analysis.images)
+            assert (found_B > 0).all()
+            for bound_BJ in (loss_BJ, bounds_BJ):
+                if bool((found_B > bound_BJ.gather(1, rival_B[:, None])[:, 0] * (1 + 1e-9)).any()):
+                    return True
+    return False
+
+
+def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
+    """Return the losses by the forms of every rival, also of those that a decision does not need."""
+    class_CB = stage.here.rivals_BR.mT
+    formed, asked = stage._formed_of(class_CB), stage._asked(e_B)
+    loss_BJ = torch.full_like(stage.here.clean.margin_BJ, torch.inf)
+    stage._lower(loss_BJ, formed, torch.zeros_like(e_B, dtype=torch.bool), asked)
+    beside_CB = stage._rounded(formed, class_CB, asked) + stage.ellipsoids.beside_forms(formed.margins, asked.grown)
+    stage._lowered(loss_BJ, formed, formed.coupled.cost(e_B, asked.grown) + beside_CB)
+    return loss_BJ
 
 
 def dense(joint: Joint, last: int) -> Vectors:

@@ -184,7 +184,7 @@ def test_cosine_warms_up_and_ends_low() -> None:
     assert 0.1 <= lr[-1] < 0.11
 
 
-@pytest.mark.parametrize(("epochs", "warmup"), [(1, 1), (40, 20), (100, 50), (1000, 50)])
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (40, 20), (100, 50), (1000, 50)])
 def test_an_unset_warm_up_is_five_epochs_or_a_twentieth(epochs: int, warmup: int) -> None:
     schedule = ScheduleConfig(name="cosine", warmup_epochs=None)
     assert schedule.warmup(total_steps=10 * epochs, steps_per_epoch=10) == pytest.approx(warmup, abs=0.5)

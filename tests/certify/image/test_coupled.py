@@ -105,6 +105,7 @@ def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
     """Check all choices of multipliers that `cost` tries."""
     stage, formed = formed_of(parts, 0.05, 1e-3)
     c, (s, q), b = formed.coupled, forms_of(stage, formed), slope_of(stage, formed)
+    assert isinstance(c, module.Coupled)
     joint, last = stage.ellipsoids.joint, formed.margins.last
     masks = {part: joint.part(part, last) for part in c.weights}
     a = s + sum((c.held[k] * c.weights[k])[..., None, None] * q_k for k, q_k in q.items())

@@ -1,0 +1,155 @@
+"""How far remainders of hidden units move the units behind them.
+
+The input of leaf l changes by A_l G + b_l, b_l what remainders and errors in front of it make of an image. Let C >= 0
+be diagonal in the units of some leaves, p_ku = C^(1/2) J_k B_k e_u what a remainder of size 1 of unit u of leaf k does
+to all of them, and rho_ku >= |p_ku|. A remainder is r = c d^2 / 2 with |c| <= kappa and d = <a, A_k G> + b, so
+
+    |C^(1/2) b|  <=  sum_ku rho_ku |r_ku| + rest  <=  ( e lambda^(1/2) + |C'^(1/2) b| )^2 + rest,
+
+lambda the largest eigenvalue of sum_k A_k^T C'_k A_k with C' = rho kappa / 2, and |C'^(1/2) b| the same question about
+leaves further in front. The sum of lengths looks wasteful, but few units move at once: free vectors r with the lengths
+that remainders can have are often four times too long. `rest` is what other leaves and rounding add.
+
+<p_ku, epsilon> is normal for a Gaussian vector epsilon: a few pulls bound all rho_ku, as in ellipsoid.py. Proof:
+docs/proofs.md#taylor.
+
+Letters: B images, C rivals of each, M vectors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Ellipsoids, Grown, least_square_sum
+from certify.image.joint import IMAGE, NOISE, Scale, Sizes
+from certify.taylor.forms import hull, smooth_units
+from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
+from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.tape import Vectors
+
+VECTORS = 256
+TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class Bent:
+    """The bound of |C^(1/2) b| for some diagonal C, (C, B).
+
+    `image` is e lambda^(1/2) at the largest e, `before` the same question about the leaves in front, and `rest` bounds
+    what others add for sources of length 1.
+    """
+
+    image: Tensor
+    before: "Bent | None"
+    rest: Tensor
+    others: tuple[int, ...]
+    most_B: Tensor
+
+    def at(self, e_B: Tensor, grown: Grown, *, units_alone: bool = False) -> Tensor:
+        """Return the bound within e, or the part of it from units."""
+        of_units = self.image * (e_B / self.most_B)
+        if self.before is not None:
+            of_units = of_units + self.before.at(e_B, grown, units_alone=units_alone)
+        if units_alone:
+            return of_units.square()
+        free_B = sum((grown.theta[k] for k in self.others), grown.theta_0_B)
+        return nan_to_inf((of_units.square() + product(self.rest, free_B.sqrt())) * OUT)
+
+
+def bent(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor]) -> Bent:
+    """Return the bound for coefficients c (C, B, N, H) >= 0 of the units of some leaves."""
+    tape, joint = ellipsoids.tape, ellipsoids.joint
+    forms = {at: _units(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
+    sources = joint.sources(max(c))
+    units = [k for k in sources if smooth_units(tape.leaves[k].forms) is not None]
+    others = tuple(k for k in sources if k not in units)
+    zero = torch.zeros_like(forms[max(c)].largest)
+    rest = _rest(ellipsoids, forms, others, word, numbers)
+    if not units:
+        return Bent(zero, None, rest, others, joint.most_B)
+    rho = _lengths(ellipsoids, c, units, word)
+    curved = {k: 0.5 * _largest(ellipsoids, k) * rho[k] for k in units}
+    of_image = {k: _units(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
+    image = ellipsoids.seminorms(
+        of_image,
+        f"{word} image",
+        numbers,
+        ellipsoids.budget.close,
+        _only(ellipsoids, (IMAGE, NOISE), max(curved), zero),
+    )
+    return Bent(image, bent(ellipsoids, curved, f"{word} in front", numbers), rest, others, joint.most_B)
+
+
+def _units(ellipsoids: Ellipsoids, at: int) -> UnitForms:
+    forms = smooth_units(ellipsoids.tape.leaves[at].forms)
+    assert forms is not None
+    return forms
+
+
+def _largest(ellipsoids: Ellipsoids, at: int) -> Tensor:
+    """Return kappa (B, N, H)."""
+    reach = ellipsoids.rests[at].reach
+    assert reach is not None
+    lo, hi = hull(_units(ellipsoids, at), reach)
+    return torch.maximum(-lo, hi)
+
+
+def _rest(
+    ellipsoids: Ellipsoids,
+    forms: Mapping[int, QuadraticForm],
+    others: tuple[int, ...],
+    word: str,
+    numbers: list[Tensor],
+) -> Tensor:
+    """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (C, B)."""
+    if not others:  # errors alone are small enough for a crude bound
+        crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
+        return nan_to_inf(torch.stack(crude).sum(0) * OUT)
+    scale = _only(ellipsoids, (*others, NOISE), max(forms), forms[max(forms)].largest)
+    return ellipsoids.seminorms(forms, f"{word} others", numbers, COARSE, scale)
+
+
+def _only(ellipsoids: Ellipsoids, parts: tuple[int, ...], last: int, like: Tensor) -> Scale:
+    """Return the scale that keeps these parts of u; the noise, of which rounding is measured, is always one."""
+    mask = torch.stack([ellipsoids.joint.part(k, last) for k in parts]).amax(0)
+    return Scale(mask.expand(*like.shape, -1), torch.ones_like(like), torch.ones_like(like))
+
+
+def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str) -> Vectors:
+    """Return rho (C, B, N, H) of the units of some leaves."""
+    tape, joint, rounding = ellipsoids.tape, ellipsoids.joint, ellipsoids.rounding
+    roots = {at: of_leaf.sqrt() for at, of_leaf in c.items()}
+    count, squares = sum(tape.rooms[k].numel() for k in units), Vectors()
+    rivals = len(next(iter(c.values())))
+    off2 = torch.zeros(rivals, len(joint.most_B)).to(joint.most_B)
+    for first in range(0, VECTORS, TOGETHER):
+        joining, lengths = Vectors(), Sizes()
+        off = torch.zeros(TOGETHER, rivals, len(joint.most_B)).to(joint.most_B)
+        for at, root in roots.items():
+            room = torch.Size([TOGETHER, *root.shape[2:]])
+            epsilon = ellipsoids.draw(room, f"{word} {at} {first}", joint.most_B[:, None]).movedim(1, 0)
+            forms = _units(ellipsoids, at)
+            joining[at] = forms.units_T((epsilon[:, None] * root).flatten(0, 1))
+            length = torch.linalg.vector_norm(epsilon.flatten(2), dim=-1)[:, None] * root.flatten(2).amax(-1)
+            share = gamma(forms.terms + 8) * forms.absolute
+            off = off + product(length * share, rounding.sizes[at])
+
+        def visit(at: int, g: Tensor, lengths: Sizes = lengths) -> None:
+            lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
+
+        _, seen = tape.pull(None, joining, units, visit)
+        off = off + rounding.of_gradients(lengths).view(off.shape)
+        off2 = off2 + off.square().sum(0)
+        for k in units:
+            p = tape.collected(seen, k)
+            found = p.view(TOGETHER, rivals, *p.shape[1:]).square().sum(0)
+            squares[k] = squares[k] + found if k in squares else found
+    ellipsoids.failure += rivals * PROBE_FAILURE
+    share = least_square_sum(VECTORS, PROBE_FAILURE / count)
+    return {
+        k: (found.sqrt() + broadcast_batch(off2.sqrt(), found.shape[2:]) / joint.weights[k]) * (OUT / share**0.5)
+        for k, found in squares.items()
+    }

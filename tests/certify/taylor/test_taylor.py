@@ -1,0 +1,197 @@
+"""The Taylor certificate against ascent on small models, and its parts against dense matrices."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certify.api import certifier, radius_of
+from certify.image.columns import Columns
+from certify.image.radius_stage import Formed, RadiusStage
+from certify.shared.ball import NORMS
+from certify.taylor.bent import bent
+from certify.taylor.coupled import Terms
+from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.taylor import Lesser, Taylor, TaylorAnalysis, TaylorStage
+from tests.tools.ascent import ascend
+from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import analysis_of, beaten, dense, entering, formed_losses, off_by, situation
+from tests.tools.small_models import PARTS, labelled, small_model
+
+UNITS = ("standard", "smooth", "stem")  # parts with smooth hidden units
+
+
+def taylor_of(parts: str, count: int = 3, norm: str = "l2", seed: int = 0) -> tuple[Taylor, TaylorAnalysis]:
+    model = small_model(parts, seed)
+    found = Taylor(model, nonce="a nonce", norm=norm)
+    ((_, analysis),) = found.analyse(*labelled(model, count, 1)).parts
+    assert isinstance(analysis, TaylorAnalysis)
+    return found, analysis
+
+
+def stage_of(analysis: TaylorAnalysis, e: float, off: float = 0.0) -> TaylorStage:
+    here = off_by(analysis, off) if off else situation(analysis)
+    e_B = torch.full_like(here.images[:, 0, 0, 0], e)
+    return TaylorStage(here, e_B, Columns.of(here.tape, here.images))
+
+
+@pytest.mark.parametrize("eps", [0.05, 0.3])
+@pytest.mark.parametrize(("parts", "norm"), mostly_slow(product(PARTS, NORMS), ("smooth", "l2"), ("stem", "linf")))
+def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
+    certifier, analysis = taylor_of(parts, norm=norm)
+    assert not beaten(certifier, analysis, stage_of(analysis, eps), (eps, 0.3 * eps))
+
+
+def test_the_first_order_alone_would_be_beaten() -> None:
+    """Ascent finds more than the first order, so that the tests of random networks see a second order too small."""
+    net, x, y = network(5, 2.58)
+    stage = stage_of(analysed(net, x, y), 0.05)
+    terms, asked = terms_of(stage, stage._formed_of(stage.here.rivals_BR.mT)), stage._asked(stage.most_B)
+    found_CB = torch.stack([fall(net, x, y, rival_B, stage.most_B) for rival_B in stage.here.rivals_BR.mT])
+    assert (found_CB <= terms.cost(stage.most_B, asked.grown) * (1 + 1e-9)).all()
+    assert (found_CB > 1.001 * terms.first).any()
+
+
+def terms_of(stage: RadiusStage, formed: Formed) -> Terms:
+    terms = formed.coupled._one if isinstance(formed.coupled, Lesser) else formed.coupled
+    assert isinstance(terms, Terms)
+    return terms
+
+
+def network(seed: int, scale: float, width: int = 12, classes: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network of two layers of GELU units on 12 pixels, and two images of it."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(12, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, classes)]
+    with torch.no_grad():
+        for layer in layers[::2]:
+            layer.weight.copy_(torch.randn_like(layer.weight) * scale / layer.weight.shape[1] ** 0.5)  # type: ignore
+            layer.bias.normal_()  # type: ignore
+    net = nn.Sequential(nn.Flatten(), *layers).double().eval()
+    x = torch.rand(2, 1, 3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        return net, x, net(x).argmax(-1)
+
+
+def analysed(net: nn.Module, x: Tensor, y: Tensor) -> TaylorAnalysis:
+    ((_, analysis),) = certifier(net, "taylor", "n", "l2", (x, y)).analyse(x, y).parts  # type: ignore[attr-defined]
+    assert isinstance(analysis, TaylorAnalysis)
+    return analysis
+
+
+def fall(net: nn.Module, x: Tensor, y: Tensor, rival_B: Tensor, e_B: Tensor) -> Tensor:
+    """Return the largest fall of the margin over these rivals that ascent finds."""
+
+    def drop(z: Tensor) -> Tensor:
+        logits, many = net(z), len(z) // len(y)
+        own, other = y.repeat(many)[:, None], rival_B.repeat(many)[:, None]
+        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
+
+    return ascend(drop, x, e_B, 80, 8) - drop(x)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.slow) for k in range(3, 120))])
+def test_random_networks_stay_within_the_bound(seed: int) -> None:
+    """Networks and radii of many sizes. As e shrinks, the bound tends to the truth: the second order is exact."""
+    random = torch.Generator().manual_seed(seed)
+    scale, e = (10 ** float(torch.empty(1).uniform_(*ends, generator=random)) for ends in ((-1, 0.7), (-2, 0.5)))
+    net, x, y = network(seed, scale)
+    stage = stage_of(analysed(net, x, y), e)
+    loss_BJ = formed_losses(stage, stage.most_B)
+    for rival_B in stage.here.rivals_BR.mT:
+        bound_B, found_B = loss_BJ.gather(1, rival_B[:, None])[:, 0], fall(net, x, y, rival_B, stage.most_B)
+        assert (found_B <= bound_B * (1 + 1e-9)).all()
+    near = stage_of(analysed(net, x, y), 1e-3 / scale**3)
+    rival_B = near.here.rivals_BR[:, 0]
+    bound_B = formed_losses(near, near.most_B).gather(1, rival_B[:, None])[:, 0]
+    assert (fall(net, x, y, rival_B, near.most_B) > 0.98 * bound_B).all()
+
+
+@pytest.mark.parametrize("parts", mostly_slow(UNITS, "stem"))
+def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
+    """Draw remainders of all units within their reach, and compare |C^(1/2) b| with the bound and with `rho`."""
+    _, analysis = taylor_of(parts)
+    stage = stage_of(analysis, 0.2, 1e-3)
+    found, grown = stage.ellipsoids, stage._asked(stage.most_B).grown
+    formed = stage._formed_of(stage.here.rivals_BR[:, :1].mT)
+    g = stage.here.gradients(formed.class_CB).leaves
+    curved = curvatures(stage, g)
+    behind = bent(found, {at: c.c.abs() for at, c in curved.items()}, "test", list(formed.margins.numbers))
+    bound_B = behind.at(stage.most_B, grown)[0]
+    torch.manual_seed(0)
+    joint, last = found.joint, max(curved)
+    change = torch.randn(1, *analysis.images.shape, dtype=torch.float64)
+    change = change / change.flatten(2).norm(dim=-1)[..., None, None, None] * stage.most_B[0]
+    total = torch.zeros_like(bound_B)
+
+    def visit(at: int, v: Tensor) -> Tensor | None:
+        """Let every unit have the remainder of its exact change; what others add stays out."""
+        nonlocal total
+        forms = smooth_units(found.tape.leaves[at].forms)
+        if forms is None:
+            return None
+        d = forms.units(v)
+        linear = forms.units(linear_at[at])
+        if at in curved:
+            total = total + (curved[at].c[0].abs() * (d - linear)[0].square()).flatten(1).sum(1)
+        r = 0.5 * forms.activation.second(forms.z_BNH) * d.square()  # type: ignore[attr-defined]
+        return found.tape.spread(r, at)
+
+    linear_at: dict[int, Tensor] = {}
+    found.tape.push(change, lambda at, v: linear_at.update({at: v}), last)
+    found.tape.push(change, visit, last)
+    assert (total.sqrt() <= bound_B).all()
+    assert joint.sources(last)
+
+
+def curvatures(stage: RadiusStage, g: dict[int, Tensor]) -> dict[int, Curvature]:
+    found = dict[int, Curvature]()
+    for at, rest in stage.ellipsoids.rests.items():
+        forms = smooth_units(stage.ellipsoids.tape.leaves[at].forms)
+        if forms is not None and rest.reach is not None:
+            found[at] = Curvature.of(forms, g[at], rest.reach)
+    return found
+
+
+def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
+    """The bound of the trust region is above its dense optimum, and close to it."""
+    _, analysis = taylor_of("stem", count=1)
+    stage = stage_of(analysis, 0.2)
+    formed = stage._formed_of(stage.here.rivals_BR[:, :1].mT)
+    terms = terms_of(stage, formed)
+    g = stage.here.gradients(formed.class_CB)
+    curved = curvatures(stage, g.leaves)
+    size = analysis.images[0].numel()
+    maps, s = dense(stage.ellipsoids.joint, max(curved)), torch.zeros(size, size, dtype=torch.float64)
+    for at, of_leaf in curved.items():
+        room = entering(stage.ellipsoids.tape.leaves[at])
+        columns = maps[at][0, :, :size].mT.reshape(size, *room)
+        units = of_leaf.forms.units(columns).flatten(1)
+        s = s + units @ ((of_leaf.c + terms.tau[0, 0] * of_leaf.c.abs()).flatten()[:, None] * units.mT)
+    values, vectors = torch.linalg.eigh(s)
+    assert values[-1] <= terms.top[0, 0] * (1 + 1e-9)
+    b = vectors.mT @ (g.image.flatten() * stage.most_B[0])
+    m = values[-1].clamp_min(0) + torch.logspace(-8, 4, 4000, dtype=torch.float64)[:, None]
+    best = (0.5 * (m[:, 0] + (b.square() / (m - values)).sum(1))).min()
+    quadratic = terms.quadratic(stage.most_B)[0, 0]
+    assert 0.9 * quadratic < best <= quadratic * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("parts", ["lofast"])
+def test_a_model_without_exact_second_order_has_the_image_certificate(parts: str) -> None:
+    _, taylor = taylor_of(parts)
+    _, image = analysis_of(parts)
+    e_B = torch.full((3,), 0.05, dtype=torch.float64)
+    here = situation(image)
+    other = RadiusStage(here, e_B, Columns.of(here.tape, here.images))
+    assert torch.equal(formed_losses(stage_of(taylor, 0.05), e_B), formed_losses(other, e_B))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", UNITS)
+def test_radii_grow_and_ascent_beats_none(parts: str) -> None:
+    for seed in (0, 1):
+        _, taylor = taylor_of(parts, seed=seed)
+        _, image = analysis_of(parts, seed=seed)
+        taylor_B, image_B = radius_of(taylor), radius_of(image)
+        assert (taylor_B >= image_B * (1 - 2**-8)).all()
