@@ -21,7 +21,8 @@ def markdown() -> str:
     found = json.loads(FILE.read_text())
     rows = sorted(results().items(), key=lambda item: -item[1].get("median_radius", -1.0))
     starts = sum(row.get("starts", 0) for _, row in rows)
-    made = f"{code(found['command'])} on one core of {cell(found['hardware'])}: {starts:,} starts in all, most of\nthem on small models; no radius was beaten."
+    made = f"{code(found['command'])} on one core of {cell(found['hardware'])}: {starts:,} starts in all, most of"
+    made += " them on small models; no radius was beaten."
     return f"{table(HEADS, [_row(name, row) for name, row in rows], right=HEADS[3:])}\n{made}\n"
 
 
