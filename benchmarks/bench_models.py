@@ -30,6 +30,7 @@ from benchmarks.record import RESULTS, circumstances, write
 from certify.api import certifier, radius_of
 from certify.graph.model import NotCaptured
 from certify.methods import products
+from certify.shared.bake import folded_copy
 from certizoo import UserError, shards
 
 IMAGES, LARGE = 2, 2e7  # models with more products a forward pass are certified at one image
@@ -109,9 +110,10 @@ def _seconds(start: float) -> float:
 def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int, together: int) -> int:
     """Search for another class within each radius, from this many starts an image; return how many were made.
 
-    Normalised steps along the gradient of the margin, in float64, and back onto the ball. Raises Beaten.
+    Normalised steps along the gradient of the margin, in float64 with folded weights, and back onto the ball. Raises
+    Beaten.
     """
-    wide, made = model.double(), 0
+    wide, made = folded_copy(model).requires_grad_(False).double(), 0
     torch.manual_seed(1)
     for image, label, radius in zip(images.double(), labels, radius_B.tolist(), strict=True):
         for size in map(len, torch.arange(starts).split(together)):

@@ -45,7 +45,7 @@ def test_the_attack_beats_a_radius_that_is_too_large() -> None:
     top, labels = logits.topk(2, -1)
     with pytest.raises(Beaten, match="has another class"):
         attacked(model, images, labels[:, 0], torch.full((2,), 5.0), 8, 8)
-    weight = model.double().get_parameter("1.weight")
+    weight = model.get_parameter("1.weight")
     apart = (weight[labels[:, 0]] - weight[labels[:, 1]]).norm(dim=1)
     radius_B = 0.3 * (top[:, 0] - top[:, 1]) / apart
     assert attacked(model, images, labels[:, 0], radius_B, 9, 8) == 18

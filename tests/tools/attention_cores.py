@@ -126,8 +126,8 @@ def worth(sums: Sequence[Any], eta: Tensor) -> Tensor:
     return squared(lambda v: torch.stack(applied(sums, QKV(*v.unbind(2))), 2), eta)
 
 
-def share_of_signed(case: Case, r: float) -> Tensor:
-    """Return the largest -<g, R> - <H, C H> / 2, relative to <H, |C| H> / 2, C the form of either sign: (B,)."""
+def excess_of_signed(case: Case, r: float) -> Tensor:
+    """Return max (-<g, R> - <H, C H> / 2) / (<H, |C| H> / 2) found, C the form of either sign: (B,)."""
     form, absolute = case.forms.signed(case.g, case.reach(r))
 
     def share(u: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ section 5; k = 2 states per weight for AdamW, 1 for SGD with momentum, 0 without
 
 All of them are float32, also with bf16.
 
-Activations are measured: the bytes that autograd keeps for one image and for two on this CPU, extrapolated linearly.
-This is an estimate: other kernels keep other tensors, and temporary memory is not included.
+Activations are measured: the bytes that autograd keeps of the objective's loss for one image and for two on this CPU,
+extrapolated linearly. This is an estimate: other kernels keep other tensors, and temporary memory is not included.
 """
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 import zoo
 from trainers.engine.wrappers import recompute_blocks_
 from trainers.job.job import Job
+from trainers.objectives import OBJECTIVES, Probe
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def states_a_weight(job: Job) -> int:
 
 
 def activations(job: Job, model: nn.Module, micro_batch: int) -> int:
-    """Return the bytes that autograd keeps of one forward pass of a micro-batch, without parameters."""
+    """Return the bytes that autograd keeps of the loss of a micro-batch, without parameters."""
     if job.train.grad_checkpointing:
         recompute_blocks_(model)
     one, two = (saved_by_autograd(job, model, images) for images in (1, 2))
@@ -90,8 +93,12 @@ def activations(job: Job, model: nn.Module, micro_batch: int) -> int:
 
 
 def saved_by_autograd(job: Job, model: nn.Module, images: int) -> int:
-    """Measure the bytes that autograd keeps, each storage counted once."""
+    """Measure the bytes that autograd keeps of the objective's loss, each storage counted once.
+
+    The images themselves stand for adversarial ones: an attack frees its passes before the loss is computed.
+    """
     x_BCHW = torch.rand(images, job.data.channels, job.data.img_size, job.data.img_size)
+    labels_B = torch.arange(images) % job.data.num_classes
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, tuple[int, Tensor]] = {}  # keep the tensor, or its address would be reused
 
@@ -102,6 +109,17 @@ def saved_by_autograd(job: Job, model: nn.Module, images: int) -> int:
         return tensor
 
     narrow: AbstractContextManager[object] = torch.autocast("cpu", torch.bfloat16, job.train.precision == "bf16")
+    probe = Probe(partial(_measured, model.train()), lambda x, _: x, partial(_predicted, model), job.objective)
     with narrow, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.train()(x_BCHW)
+        OBJECTIVES[job.objective.name](probe, x_BCHW, labels_B)
     return sum(size for size, _ in sizes.values())
+
+
+def _measured(model: nn.Module, measure: Any, *inputs: Any) -> Any:
+    return measure(model, *inputs)
+
+
+@torch.no_grad()
+def _predicted(model: nn.Module, images_BCHW: Tensor) -> Tensor:
+    logits_BK: Tensor = model(images_BCHW)
+    return logits_BK

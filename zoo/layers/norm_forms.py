@@ -270,7 +270,10 @@ class NormForms:
         return self.radius
 
     def _third(self, reach: TokenRange) -> Tensor:
-        """Return c (B, ..., 1) with |r - D^2 r / 2| <= c |eta|^2 / 2: R x / (t^2 (1 - x)) for x = reach / t < 1."""
+        """Return c (B, ..., 1) with |r - D^2 r / 2| <= c |eta|^2 / 2: R x / (t^2 (1 - x)) for x = reach / t < 1.
+
+        Proof: docs/proofs.md#third-norms.
+        """
         x = reach.size / self._divisor
         near = x < 1 - PAD
         x = torch.where(near, x, 0.0)

@@ -130,6 +130,13 @@ def test_activations_grow_with_the_batch_as_estimated(here: Path) -> None:
     assert kept > 10 * least
 
 
+def test_activations_are_those_of_the_objective(here: Path) -> None:
+    """TRADES keeps the passes of images and of adversarial ones; a loss with an input gradient keeps that one's too."""
+    kept = {name: estimate.estimate(job(f"objective={name}"), 2).activations for name in ("pgd_at", "trades", "lmce")}
+    assert kept["trades"] > 1.9 * kept["pgd_at"]
+    assert kept["lmce"] > 1.9 * kept["pgd_at"]
+
+
 def test_recomputed_blocks_keep_less(here: Path) -> None:
     plain, thrifty = (estimate.estimate(job(f"train.grad_checkpointing={value}"), 2) for value in ("false", "true"))
     assert thrifty.activations < plain.activations / 2

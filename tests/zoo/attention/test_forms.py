@@ -24,8 +24,10 @@ from tests.tools.attention_cores import (
     W,
     X,
     case_of,
+    excess_of_signed,
     share_of_gradient,
     share_of_rest,
+    share_of_third,
     squared,
 )
 from tests.tools.cases import mostly_slow
@@ -36,6 +38,7 @@ from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory import forms
 from zoo.attention.theory.forms import CoreForms, ScoreRange
 from zoo.attention.theory.squares import QKV, ScoreValueSquares
+from zoo.attention.theory.third_forms import ThirdRows
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
 
@@ -49,6 +52,28 @@ def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None
     print(f"{score} {r}: of gradient {by_gradient.median():.3f}, of rest {by_rest.median():.4f}")
     assert (by_gradient <= 1 + 1e-6).all()
     assert (by_rest <= 1 + 1e-6).all()
+    assert (excess_of_signed(case, r) <= 1e-6).all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_no_ascent_beats_the_third_order(score: str) -> None:
+    found = torch.cat([share_of_third(case_of(SCORES[score]), r) for r in (1e-3, 0.03)])
+    print(f"{score}: of third order {found.median():.3f}")
+    assert (found <= 1 + 1e-6).all()
+    assert found.max() > 0.1
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_within_a_small_reach_the_signed_form_is_minus_the_hessian(score: str) -> None:
+    """Compare with double backward."""
+    case = case_of(SCORES[score])
+    form, eta = case.forms.signed(case.g, case.reach(1e-6)).form, torch.zeros(B, 3, H, N, W, dtype=torch.float64)
+    u = eta.new_zeros(B, X).requires_grad_(True)
+    (slope,) = torch.autograd.grad((case.g[0] * case.moved(case.eta(u))).sum(), u, create_graph=True)
+    v = torch.randn(B, X, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    (wanted,) = torch.autograd.grad((slope * v).sum(), u)
+    found = torch.einsum("xb...,b...->bx", case.m_XB3HNW, form.apply(case.eta(v)[None])[0])
+    torch.testing.assert_close(found, -wanted, rtol=1e-3, atol=float(1e-4 * wanted.abs().max()))
 
 
 @pytest.mark.parametrize("r", mostly_slow((0.03, 1.0, 30.0, 1e4), 1.0))
@@ -157,7 +182,7 @@ def test_extreme_reaches_have_an_answer(score: str, reach: float) -> None:
     case = case_of(SCORES[score])
     whole = torch.full_like(case.reach(1.0), reach)
     rest, gradient = case.forms.of_rest(whole, ONE), case.forms.of_gradient(case.g, whole)
-    for form in (rest, gradient):
+    for form in (rest, gradient, *case.forms.signed(case.g, whole)):
         assert not form.largest.isnan().any()
         assert not torch.as_tensor(form.constant).isnan().any()
         assert torch.isfinite(form.apply(case.m_XB3HNW[:1])).all()
@@ -203,11 +228,17 @@ def values_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms.ValueSquares, "apply", lambda self, eta: QKV(*(0 * one for one in eta)))
 
 
+def third_order_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThirdRows, "fourth", lambda self, c: 0 * c)
+    monkeypatch.setattr(ThirdRows, "line", lambda self, *w: 0 * w[0])
+
+
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
     "T1 forgotten": (without_products, 1e-3),
     "m on one side": (one_sided_weight, 1e-3),
     "reach of k forgotten": (keys_do_not_reach, 0.3),
     "change of values forgotten": (values_do_not_move, 1e-3),
+    "terms of third order forgotten": (third_order_too_small, 1e-3),
 }
 
 
@@ -217,7 +248,9 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     """The same search detects it."""
     plant, r = FAULTS[fault]
     plant(monkeypatch)
-    found = torch.cat([torch.cat([share_of_gradient(c, r), share_of_rest(c, r)]) for c in map(only, range(6))])
+    found = torch.cat(
+        [torch.cat([share_of_gradient(c, r), share_of_rest(c, r), share_of_third(c, r)]) for c in map(only, range(6))]
+    )
     print(fault, found.max())
     assert found.max() > 1.01
 
