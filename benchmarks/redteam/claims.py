@@ -18,7 +18,7 @@ from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.trials import inside
 
-METHODS = ("lofast", "lofast_local", "adjoint", "image")  # `best` takes its claims from these
+METHODS = ("lofast", "lofast_local", "adjoint", "image", "taylor")  # `best` takes its claims from these
 STEPS, STARTS = 20, 8
 SLACK = 1e-9  # for rounding in the drop, relative to the logits
 

@@ -44,7 +44,7 @@ PLACES = {
     "mlp, mlp": forgeries.mlp_and_mlp,
 }
 GAINED = ("mixing", "value, projection")  # places that may have the gain before the unit
-TURNS = tuple((method, norm) for method in ("adjoint", "image", "adjoint", "image", *METHODS) for norm in NORMS)
+TURNS = tuple((method, norm) for method in ("adjoint", "image", "adjoint", "taylor", *METHODS) for norm in NORMS)
 
 
 def findings(seed: int) -> Iterator[Finding]:

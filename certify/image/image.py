@@ -40,6 +40,7 @@ SETTLED = 1.25  # two successive estimates that differ by a smaller factor need 
 FIRST_STAGE, SEARCH_START = 1.0, 0.8  # in units of the expected e: the first stage, and the start of a search
 RAISE, RAISES = 1.2, 8  # factor and number of steps by which `_grow_while_proved` grows e
 MOST = 2.0**10
+NEAR_END = 0.95  # of the radius where the first order alone uses up the margin: no stage is tried there first
 FEW_RIVALS = 16  # rivals whose gradients give the expected radius
 
 
@@ -213,7 +214,9 @@ class ImageAnalysis:
     @torch.no_grad()
     def _first(self) -> RadiusSchedule:
         """The first schedule; NaN where no radius is expected."""
-        first = RadiusSchedule.first(FIRST_STAGE * self.beyond * self.expected_B, self._first_order.end_B)
+        end_B = self._first_order.end_B
+        most_B = torch.minimum(self.beyond * self.expected_B, torch.maximum(self.expected_B, NEAR_END * end_B))
+        first = RadiusSchedule.first(FIRST_STAGE * most_B, end_B)
         return first.skip_proved(self._whole.proved, self._budget.gain)
 
     @cached_property
