@@ -112,6 +112,13 @@ def _rest(
     return ellipsoids.seminorms(forms, f"{word} others", numbers, COARSE, scale)
 
 
+def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: list[Tensor]) -> Tensor:
+    """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (C, B)."""
+    last = max(forms)
+    parts = (*ellipsoids.joint.sources(last), NOISE)
+    return ellipsoids.seminorms(forms, word, numbers, COARSE, _only(ellipsoids, parts, last, forms[last].largest))
+
+
 def _only(ellipsoids: Ellipsoids, parts: tuple[int, ...], last: int, like: Tensor) -> Scale:
     """Return the scale that keeps these parts of u; the noise, of which rounding is measured, is always one."""
     mask = torch.stack([ellipsoids.joint.part(k, last) for k in parts]).amax(0)

@@ -1,11 +1,13 @@
 """The largest loss of a margin to first order, second order and remainders together.
 
-The units of leaf l change by d = <a, A_l G> + b. With the coefficients c' of forms.py and any tau > 0,
+The input of leaf l changes by A_l G + b_l. With its form C of either sign and its absolute one |C|
+(docs/proofs.md#third-order), and any tau > 0,
 
-    sum c' d^2  <=  sum (c' + tau |c'|) <a, A_l G>^2 + (1 + 1 / tau) sum |c'| b^2,
+    <H, C H>  <=  <A_l G, (C + tau |C|) A_l G> + (1 + 1 / tau) <b_l, |C| b_l>,
 
-where bent.py bounds the last sum. What is left is a trust region problem on the image: for S = sum_l (E A_l)^T
-diag(c' + tau |c'|) E A_l, b = -E g_0, t = e / E, and every m above lambda_max(S),
+where bent.py bounds the last term for hidden units, and the sources in front of a leaf for the others. What is left is
+a trust region problem on the image: for S = sum_l (E A_l)^T (C + tau |C|) E A_l, b = -E g_0, t = e / E, and every m
+above lambda_max(S),
 
     max { <b, u> + <u, S u> / 2 : |u| <= t }  <=  ( m t^2 + <b, (m - S)^-1 b> ) / 2.
 
@@ -16,17 +18,17 @@ Letters: B images, C rivals of each.
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
+from certify.image.ellipsoid import Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
-from certify.taylor.bent import Bent, bent
+from certify.taylor.bent import Bent, bent, free
 from certify.taylor.forms import Curvature, smooth_units
-from zoo.arithmetic import OUT, nan_to_inf, product
+from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
@@ -40,7 +42,8 @@ class Terms:
     """The terms of some rivals at the largest e, (C, B) each.
 
     `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
-    with rounding included. `others` is the norm of the forms of leaves without exact second order, `last` their leaf.
+    with rounding included. `others` is the norm of the forms of leaves without units, for what sources other than the
+    image add, and `last` their last leaf.
     """
 
     first: Tensor
@@ -56,8 +59,7 @@ class Terms:
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the largest loss to first order and forms together, for e <= the largest: (C, B)."""
-        total = self.quadratic(e_B) + self._behind(self.bent.at(e_B, grown)) + self._others(grown)
-        return nan_to_inf(OUT * total)
+        return nan_to_inf(OUT * (self.quadratic(e_B) + self._behind(e_B, grown)))
 
     def quadratic(self, e_B: Tensor) -> Tensor:
         """Return the part of the cost from the trust region problem: (C, B)."""
@@ -65,17 +67,22 @@ class Terms:
         return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
 
     def free(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the part of the cost from leaves without exact second order: (C, B)."""
-        units = self._behind(self.bent.at(e_B, grown, units_alone=True))
-        return self._behind(self.bent.at(e_B, grown)) - units + self._others(grown)
+        """Return the part of the cost from leaves without units: (C, B)."""
+        return self._behind(e_B, grown) - self._twice(self.bent.at(e_B, grown, units_alone=True).square())
 
-    def _behind(self, bent: Tensor) -> Tensor:
-        return nan_to_inf(0.5 * (1 + 1 / self.tau) * bent.square())
+    def _behind(self, e_B: Tensor, grown: Grown) -> Tensor:
+        return self._twice(self.bent.at(e_B, grown).square() + self.free_2(e_B, grown))
 
-    def _others(self, grown: Grown) -> Tensor:
+    def free_2(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Bound sum <b, |C| b> over leaves without units: (C, B)."""
         if self.last is None:
             return torch.zeros_like(self.first)
-        return nan_to_inf(0.5 * product(self.others.square(), grown.before[self.last]))
+        whole_B = grown.before[self.last]
+        free_B = (whole_B - (e_B / self.most_B).square()).clamp_min(0) + 8 * U * whole_B
+        return nan_to_inf(product(self.others.square(), free_B * OUT))
+
+    def _twice(self, square: Tensor) -> Tensor:
+        return nan_to_inf(0.5 * (1 + 1 / self.tau) * square)
 
     def _quadratic(self, t_B: Tensor, spare: float, steep: float) -> Tensor:
         m = torch.maximum(self.top * (1 + spare), steep * self.length / t_B.clamp_min(1e-100))
@@ -88,38 +95,50 @@ class Terms:
 def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
     """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
 
-    None where no leaf has an exact second order.
+    None where no leaf has hidden units of a twice differentiable activation.
     """
     joint, numbers = ellipsoids.joint, list(margins.numbers)
-    curved = _curved(ellipsoids, margins, g)
-    if not curved:
+    units = units_of(ellipsoids, margins, g)
+    if not units:
         return None
-    others = {at: form for at, form in margins.forms.items() if at not in curved}
-    behind = bent(ellipsoids, {at: of_leaf.c.abs() for at, of_leaf in curved.items()}, "bent", numbers)
-    last = max(curved)
-    b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
-    length = torch.linalg.vector_norm(b, dim=-1)
-    absolute = {at: margins.forms[at] for at in curved}
-    tau = _tau(ellipsoids, margins, b, absolute, behind)
-    forms = {at: of_leaf.with_share(absolute[at], tau) for at, of_leaf in curved.items()}
-    within = (1 + tau) * margins.norm.square() * OUT
-    z = joint.gram(forms)(b) * joint.part(IMAGE, last)
-    off = _rounded(ellipsoids, forms, within) * length
-    return Terms(
+    others = {at: form for at, form in margins.forms.items() if at not in units}
+    terms = Terms(
         first=first * joint.most_B,
-        length=length,
-        along=(b * z).sum(-1) + off * length,
-        pulled=torch.linalg.vector_norm(z, dim=-1) + off,
-        top=ellipsoids.top(forms, "taylor", numbers, within).clamp_min(1e-100),
-        tau=tau,
-        bent=behind,
-        others=ellipsoids.seminorms(others, "others", numbers, COARSE) if others else torch.zeros_like(length),
+        length=torch.linalg.vector_norm(g_0.flatten(2) * joint.most_B[:, None], dim=-1),
+        along=torch.zeros_like(first),
+        pulled=torch.zeros_like(first),
+        top=torch.zeros_like(first),
+        tau=torch.ones_like(first),
+        bent=bent(ellipsoids, {at: curved.c.abs() for at, curved in units.items()}, "bent", numbers),
+        others=free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(first),
         last=max(others) if others else None,
         most_B=joint.most_B,
     )
+    return _with_quadratic(ellipsoids, margins, g, g_0, units, terms)
 
 
-def _curved(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
+def _with_quadratic(
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, units: Mapping[int, Curvature], terms: Terms
+) -> Terms:
+    """Return the terms with tau and the quadratic part."""
+    joint, last = ellipsoids.joint, margins.last
+    b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
+    behind = terms.bent.at(joint.most_B, ellipsoids.most).square() + terms.free_2(joint.most_B, ellipsoids.most)
+    tau = _tau(ellipsoids, margins, b, behind)
+    forms = forms_with_share(ellipsoids, margins, g, units, tau)
+    within = (1 + tau) * margins.norm.square() * OUT
+    z = joint.gram(forms)(b) * joint.part(IMAGE, last)
+    off = _rounded(ellipsoids, forms, within) * terms.length
+    return replace(
+        terms,
+        along=(b * z).sum(-1) + off * terms.length,
+        pulled=torch.linalg.vector_norm(z, dim=-1) + off,
+        top=ellipsoids.top(forms, "taylor", margins.numbers, within).clamp_min(1e-100),
+        tau=tau,
+    )
+
+
+def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
     found = dict[int, Curvature]()
     for at in margins.forms:
         forms, reach = smooth_units(ellipsoids.tape.leaves[at].forms), ellipsoids.rests[at].reach
@@ -128,13 +147,35 @@ def _curved(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, C
     return found
 
 
-def _tau(
-    ellipsoids: Ellipsoids, margins: Margins, b: Tensor, absolute: Mapping[int, QuadraticForm], behind: Bent
-) -> Tensor:
-    """Return about the best tau (C, B): what it adds to S where the margin falls, against what it takes of b."""
-    along = (b * ellipsoids.joint.gram(absolute)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
-    bent_2 = behind.at(ellipsoids.most_B, ellipsoids.most).square()
-    return (bent_2 / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0).clamp(*TAU)
+def forms_with_share(
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, units: Mapping[int, Curvature], tau: Tensor
+) -> dict[int, QuadraticForm]:
+    """Return C + tau |C| of all leaves."""
+    return {
+        at: units[at].with_share(form, tau) if at in units else _with_share(ellipsoids, at, g[at], form, tau)
+        for at, form in margins.forms.items()
+    }
+
+
+def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
+    """Return C + share |C| of a leaf without units; `absolute` is |C|."""
+    forms, reach = ellipsoids.tape.leaves[at].forms, ellipsoids.rests[at].reach
+    assert forms is not None
+    assert reach is not None
+    form, more = forms.signed(g, reach).form, (1 + share) * (1 + 8 * U)
+
+    def apply(v: Tensor) -> Tensor:
+        return form.apply(v) + broadcast_batch(share, v.shape[2:]) * absolute.apply(v)
+
+    largest = torch.maximum(form.largest, absolute.largest) * more
+    rounding = torch.as_tensor(form.rounding) + share * absolute.rounding
+    return QuadraticForm(apply, largest, rounding=rounding + 8 * U * largest)
+
+
+def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, behind: Tensor) -> Tensor:
+    """Return about the best tau (C, B): what it adds to S where the margin falls, against what it takes of b_l."""
+    along = (b * ellipsoids.joint.gram(margins.forms)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
+    return (behind / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
 
 
 def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:

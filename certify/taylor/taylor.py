@@ -21,7 +21,7 @@ from certify.image.joint import Joint
 from certify.image.radius_stage import Gradients, RadiusStage, Together
 from certify.shared.certificate import Clean
 from certify.taylor.coupled import Terms, coupled
-from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.forms import smooth_units
 from zoo.bounds.contracts import Forms, QuadraticForm
 
 MATTER = 0.05  # cost of leaves without exact second order, relative to that of the first order
@@ -31,8 +31,8 @@ class TaylorEllipsoids(Ellipsoids):
     """The ellipsoids of all leaves; forms of units bound the curvature of either sign."""
 
     def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:
-        units = smooth_units(forms)
-        return super().form_of(forms, g, reach) if units is None else Curvature.of(units, g, reach).absolute
+        units = any(smooth_units(leaf.forms) is not None for leaf in self.tape.leaves.values())
+        return forms.signed(g, reach).absolute if units else super().form_of(forms, g, reach)
 
 
 class Lesser:

@@ -11,12 +11,12 @@ from certify.image.columns import Columns
 from certify.image.radius_stage import Formed, RadiusStage
 from certify.shared.ball import NORMS
 from certify.taylor.bent import bent
-from certify.taylor.coupled import Terms
-from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.coupled import Terms, forms_with_share, units_of
+from certify.taylor.forms import smooth_units
 from certify.taylor.taylor import Lesser, Taylor, TaylorAnalysis, TaylorStage
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
-from tests.tools.image_stages import analysis_of, beaten, dense, entering, formed_losses, off_by, situation
+from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, off_by, situation
 from tests.tools.small_models import PARTS, labelled, small_model
 
 UNITS = ("standard", "smooth", "stem")  # parts with smooth hidden units
@@ -115,7 +115,7 @@ def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     found, grown = stage.ellipsoids, stage._asked(stage.most_B).grown
     formed = stage._formed_of(stage.here.rivals_BR[:, :1].mT)
     g = stage.here.gradients(formed.class_CB).leaves
-    curved = curvatures(stage, g)
+    curved = units_of(found, formed.margins, g)
     behind = bent(found, {at: c.c.abs() for at, c in curved.items()}, "test", list(formed.margins.numbers))
     bound_B = behind.at(stage.most_B, grown)[0]
     torch.manual_seed(0)
@@ -144,30 +144,17 @@ def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     assert joint.sources(last)
 
 
-def curvatures(stage: RadiusStage, g: dict[int, Tensor]) -> dict[int, Curvature]:
-    found = dict[int, Curvature]()
-    for at, rest in stage.ellipsoids.rests.items():
-        forms = smooth_units(stage.ellipsoids.tape.leaves[at].forms)
-        if forms is not None and rest.reach is not None:
-            found[at] = Curvature.of(forms, g[at], rest.reach)
-    return found
-
-
 def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     """The bound of the trust region is above its dense optimum, and close to it."""
     _, analysis = taylor_of("stem", count=1)
     stage = stage_of(analysis, 0.2)
     formed = stage._formed_of(stage.here.rivals_BR[:, :1].mT)
     terms = terms_of(stage, formed)
-    g = stage.here.gradients(formed.class_CB)
-    curved = curvatures(stage, g.leaves)
-    size = analysis.images[0].numel()
-    maps, s = dense(stage.ellipsoids.joint, max(curved)), torch.zeros(size, size, dtype=torch.float64)
-    for at, of_leaf in curved.items():
-        room = entering(stage.ellipsoids.tape.leaves[at])
-        columns = maps[at][0, :, :size].mT.reshape(size, *room)
-        units = of_leaf.forms.units(columns).flatten(1)
-        s = s + units @ ((of_leaf.c + terms.tau[0, 0] * of_leaf.c.abs()).flatten()[:, None] * units.mT)
+    g, found = stage.here.gradients(formed.class_CB), stage.ellipsoids
+    units = units_of(found, formed.margins, g.leaves)
+    forms = forms_with_share(found, formed.margins, g.leaves, units, terms.tau)
+    size, maps = analysis.images[0].numel(), dense(found.joint, formed.margins.last)
+    s = sum((matrix(found, form, at, maps)[0, 0, :size, :size] for at, form in forms.items()), torch.zeros(()))
     values, vectors = torch.linalg.eigh(s)
     assert values[-1] <= terms.top[0, 0] * (1 + 1e-9)
     b = vectors.mT @ (g.image.flatten() * stage.most_B[0])
