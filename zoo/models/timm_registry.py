@@ -88,8 +88,11 @@ def _entry(name: str, defaults: Options, create: Callable[..., nn.Module]) -> Ca
         pretrained: bool = False,
         pretrained_cfg: Any = None,
         pretrained_cfg_overlay: Mapping[str, Any] | None = None,
+        drop_rate: float = 0.0,  # which timm's train.py always passes
         **options: Any,
     ) -> nn.Module:
+        if drop_rate:
+            options["drop_rate"] = drop_rate  # refused, as any option that a model does not have
         told = _fields(pretrained_cfg) | dict(pretrained_cfg_overlay or {})
         published = default_cfgs[name]
         elsewhere = any(told.get(key) not in (None, published.get(key)) for key in SOURCES)

@@ -254,7 +254,13 @@ def test_weights_that_timm_is_told_are_not_replaced_by_the_published_ones(tmp_pa
         timm.create_model("cert_vit_c10.other", pretrained=True)
 
 
-@pytest.mark.parametrize("own", [{"depth": -1}, {"img_size": (32, 64)}, {"img_size": "x"}, {"dept": 2}])
+@pytest.mark.parametrize(
+    "own", [{"depth": -1}, {"img_size": (32, 64)}, {"img_size": "x"}, {"dept": 2}, {"drop_rate": 0.1}]
+)
 def test_timms_door_checks_options_as_ours_does(own: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(own))):
         timm.create_model("cert_vit_c10", **own)
+
+
+def test_what_timms_trainer_always_passes_is_taken() -> None:
+    timm.create_model("dp_vit_ti", drop_rate=0.0, drop_path_rate=None, drop_block_rate=None, num_classes=None)
