@@ -1,9 +1,9 @@
-"""The Taylor certificate: the image method with the second order of hidden units exactly.
+"""The Taylor certificate: the image method with the second order computed and only the third order bounded.
 
 The networks of the zoo are nearly quadratic where they are certified; the forms of `certify.image` book several times
-the first order for what is mostly not there. Here the curvature of hidden units keeps its sign, so that the quadratic
-part of the loss tends to that of the margin's Hessian (coupled.py), and the remainders of units in front are bounded
-unit by unit (bent.py). Reaches, rounding and all other leaves, such as attention, are those of `certify.image`.
+the first order for what is mostly not there. Here curvature keeps its sign, so that the quadratic part of the loss
+tends to that of the margin's Hessian (trust_region.py), and the effect of hidden units' remainders on later units is
+bounded unit by unit (propagated.py). Reaches and rounding are those of `certify.image`.
 
 The result is the smaller of both bounds. Proof: docs/proofs.md#taylor.
 """
@@ -20,8 +20,8 @@ from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Gradients, RadiusStage, Together
 from certify.shared.certificate import Clean
-from certify.taylor.coupled import Terms, coupled
 from certify.taylor.forms import smooth_units
+from certify.taylor.trust_region import Terms, terms_of
 from zoo.bounds.contracts import Forms, QuadraticForm
 
 MATTER = 0.05  # cost of leaves without exact second order, relative to that of the first order
@@ -63,7 +63,7 @@ class TaylorStage(RadiusStage):
         return TaylorEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def couple(self, margins: Margins, g: Gradients, first: Tensor) -> Together:
-        taylor, image = coupled(self.ellipsoids, margins, g.leaves, g.image, first), super().couple
+        taylor, image = terms_of(self.ellipsoids, margins, g.leaves, g.image, first), super().couple
         return image(margins, g, first) if taylor is None else Lesser(taylor, lambda: image(margins, g, first))
 
 

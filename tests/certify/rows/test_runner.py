@@ -58,7 +58,7 @@ def test_what_is_missing_is_computed_and_nothing_else(
     assert table.equals(expected)
     assert own.sizes == sizes
     assert path.read_bytes() == whole.read_bytes()
-    assert [now for now, _ in done] == [TOTAL - sum(sizes[k + 1 :]) for k in range(len(sizes))]
+    assert [now for now, _ in done] == [TOTAL - sum(sizes[k:]) for k in range(len(sizes) + 1)]
     assert all(total == TOTAL for _, total in done)
 
 

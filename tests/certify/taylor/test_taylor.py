@@ -10,10 +10,10 @@ from certify.api import certifier, radius_of
 from certify.image.columns import Columns
 from certify.image.radius_stage import Formed, RadiusStage
 from certify.shared.ball import NORMS
-from certify.taylor.bent import bent
-from certify.taylor.coupled import Terms, forms_with_share, units_of
 from certify.taylor.forms import smooth_units
+from certify.taylor.propagated import propagated
 from certify.taylor.taylor import Lesser, Taylor, TaylorAnalysis, TaylorStage
+from certify.taylor.trust_region import Terms, forms_with_share, units_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, off_by, situation
@@ -116,7 +116,7 @@ def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     formed = stage._formed_of(stage.here.rivals_BR[:, :1].mT)
     g = stage.here.gradients(formed.class_CB).leaves
     curved = units_of(found, formed.margins, g)
-    behind = bent(found, {at: c.c.abs() for at, c in curved.items()}, "test", list(formed.margins.numbers))
+    behind = propagated(found, {at: c.c.abs() for at, c in curved.items()}, "test", list(formed.margins.numbers))
     bound_B = behind.at(stage.most_B, grown)[0]
     torch.manual_seed(0)
     joint, last = found.joint, max(curved)

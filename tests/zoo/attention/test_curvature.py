@@ -33,6 +33,7 @@ from zoo.bounds.first_order import layer_of, residual_layer_of
 from zoo.bounds.links import Residual
 from zoo.bounds.rule_table import types_where
 from zoo.layers.norms import SmoothProject
+from zoo.primitives.gates import Gate
 
 
 def core_of(case: Instance) -> JointCore:
@@ -139,8 +140,8 @@ def test_no_ascent_beats_the_local_rule(kind: type[nn.Module], residual: bool) -
 
 def test_every_local_rule_and_expansion_has_a_case() -> None:
     elsewhere = {L2Attention, ScaledCosineAttention, LipschitzNormAttention}
-    kinds = set(MIXTURES) | elsewhere  # tested in test_curvature_variants.py
-    assert set(types_where(lambda rules: rules.local)) == kinds
+    kinds = set(MIXTURES) | elsewhere  # tested in test_curvature_variants.py; products in tests/zoo/primitives
+    assert set(types_where(lambda rules: rules.local)) - {Gate} == kinds
     assert set(types_where(lambda facts: facts.local_residual)) <= set(MIXTURES)
     assert {kind for kind in types_where(lambda rules: rules.expansion) if issubclass(kind, SoftmaxAttention)} <= kinds
 

@@ -1,13 +1,13 @@
-"""How far remainders of hidden units move the units behind them.
+"""How far remainders of hidden units move later units.
 
-The input of leaf l changes by A_l G + b_l, b_l what remainders and errors in front of it make of an image. Let C >= 0
+The input of leaf l changes by A_l G + b_l, b_l what remainders and errors of earlier leaves add to it. Let C >= 0
 be diagonal in the units of some leaves, p_ku = C^(1/2) J_k B_k e_u what a remainder of size 1 of unit u of leaf k does
 to all of them, and rho_ku >= |p_ku|. A remainder is r = c d^2 / 2 with |c| <= kappa and d = <a, A_k G> + b, so
 
     |C^(1/2) b|  <=  sum_ku rho_ku |r_ku| + rest  <=  ( e lambda^(1/2) + |C'^(1/2) b| )^2 + rest,
 
 lambda the largest eigenvalue of sum_k A_k^T C'_k A_k with C' = rho kappa / 2, and |C'^(1/2) b| the same question about
-leaves further in front. The sum of lengths looks wasteful, but few units move at once: free vectors r with the lengths
+earlier leaves. The sum of lengths looks wasteful, but few units move at once: free vectors r with the lengths
 that remainders can have are often four times too long. `rest` is what other leaves and rounding add.
 
 <p_ku, epsilon> is normal for a Gaussian vector epsilon: a few pulls bound all rho_ku, as in ellipsoid.py. Proof:
@@ -35,15 +35,15 @@ TOGETHER = 16
 
 
 @dataclass(frozen=True)
-class Bent:
+class Propagated:
     """The bound of |C^(1/2) b| for some diagonal C, (C, B).
 
-    `image` is e lambda^(1/2) at the largest e, `before` the same question about the leaves in front, and `rest` bounds
-    what others add for sources of length 1.
+    `image` is e lambda^(1/2) at the largest e, `before` the same question about earlier leaves, and `rest` bounds what
+    others add for sources of length 1.
     """
 
     image: Tensor
-    before: "Bent | None"
+    before: "Propagated | None"
     rest: Tensor
     others: tuple[int, ...]
     most_B: Tensor
@@ -59,7 +59,7 @@ class Bent:
         return nan_to_inf((of_units.square() + product(self.rest, free_B.sqrt())) * OUT)
 
 
-def bent(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor]) -> Bent:
+def propagated(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor]) -> Propagated:
     """Return the bound for coefficients c (C, B, N, H) >= 0 of the units of some leaves."""
     tape, joint = ellipsoids.tape, ellipsoids.joint
     forms = {at: _units(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
@@ -69,7 +69,7 @@ def bent(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: li
     zero = torch.zeros_like(forms[max(c)].largest)
     rest = _rest(ellipsoids, forms, others, word, numbers)
     if not units:
-        return Bent(zero, None, rest, others, joint.most_B)
+        return Propagated(zero, None, rest, others, joint.most_B)
     rho = _lengths(ellipsoids, c, units, word)
     curved = {k: 0.5 * _largest(ellipsoids, k) * rho[k] for k in units}
     of_image = {k: _units(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
@@ -80,7 +80,7 @@ def bent(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: li
         ellipsoids.budget.close,
         _only(ellipsoids, (IMAGE, NOISE), max(curved), zero),
     )
-    return Bent(image, bent(ellipsoids, curved, f"{word} in front", numbers), rest, others, joint.most_B)
+    return Propagated(image, propagated(ellipsoids, curved, f"{word} before", numbers), rest, others, joint.most_B)
 
 
 def _units(ellipsoids: Ellipsoids, at: int) -> UnitForms:

@@ -5,7 +5,7 @@ The input of leaf l changes by A_l G + b_l. With its form C of either sign and i
 
     <H, C H>  <=  <A_l G, (C + tau |C|) A_l G> + (1 + 1 / tau) <b_l, |C| b_l>,
 
-where bent.py bounds the last term for hidden units, and the sources in front of a leaf for the others. What is left is
+where propagated.py bounds the last term for hidden units, and the sources before a leaf for the others. What is left is
 a trust region problem on the image: for S = sum_l (E A_l)^T (C + tau |C|) E A_l, b = -E g_0, t = e / E, and every m
 above lambda_max(S),
 
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from certify.image.ellipsoid import Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
-from certify.taylor.bent import Bent, bent, free
 from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.propagated import Propagated, free, propagated
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -52,14 +52,14 @@ class Terms:
     pulled: Tensor
     top: Tensor
     tau: Tensor
-    bent: Bent
+    propagated: Propagated
     others: Tensor
     last: int | None
     most_B: Tensor
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the largest loss to first order and forms together, for e <= the largest: (C, B)."""
-        return nan_to_inf(OUT * (self.quadratic(e_B) + self._behind(e_B, grown)))
+        return nan_to_inf(OUT * (self.quadratic(e_B) + self._of_remainders(e_B, grown)))
 
     def quadratic(self, e_B: Tensor) -> Tensor:
         """Return the part of the cost from the trust region problem: (C, B)."""
@@ -68,10 +68,10 @@ class Terms:
 
     def free(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the part of the cost from leaves without units: (C, B)."""
-        return self._behind(e_B, grown) - self._twice(self.bent.at(e_B, grown, units_alone=True).square())
+        return self._of_remainders(e_B, grown) - self._twice(self.propagated.at(e_B, grown, units_alone=True).square())
 
-    def _behind(self, e_B: Tensor, grown: Grown) -> Tensor:
-        return self._twice(self.bent.at(e_B, grown).square() + self.free_2(e_B, grown))
+    def _of_remainders(self, e_B: Tensor, grown: Grown) -> Tensor:
+        return self._twice(self.propagated.at(e_B, grown).square() + self.free_2(e_B, grown))
 
     def free_2(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Bound sum <b, |C| b> over leaves without units: (C, B)."""
@@ -92,7 +92,7 @@ class Terms:
         return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
-def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
+def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
     """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
 
     None where no leaf has hidden units of a twice differentiable activation.
@@ -109,7 +109,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, f
         pulled=torch.zeros_like(first),
         top=torch.zeros_like(first),
         tau=torch.ones_like(first),
-        bent=bent(ellipsoids, {at: curved.c.abs() for at, curved in units.items()}, "bent", numbers),
+        propagated=propagated(ellipsoids, {at: curved.c.abs() for at, curved in units.items()}, "propagated", numbers),
         others=free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(first),
         last=max(others) if others else None,
         most_B=joint.most_B,
@@ -123,8 +123,10 @@ def _with_quadratic(
     """Return the terms with tau and the quadratic part."""
     joint, last = ellipsoids.joint, margins.last
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
-    behind = terms.bent.at(joint.most_B, ellipsoids.most).square() + terms.free_2(joint.most_B, ellipsoids.most)
-    tau = _tau(ellipsoids, margins, b, behind)
+    remainders = terms.propagated.at(joint.most_B, ellipsoids.most).square() + terms.free_2(
+        joint.most_B, ellipsoids.most
+    )
+    tau = _tau(ellipsoids, margins, b, remainders)
     forms = forms_with_share(ellipsoids, margins, g, units, tau)
     within = (1 + tau) * margins.norm.square() * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
@@ -172,10 +174,10 @@ def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticF
     return QuadraticForm(apply, largest, rounding=rounding + 8 * U * largest)
 
 
-def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, behind: Tensor) -> Tensor:
+def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
     """Return about the best tau (C, B): what it adds to S where the margin falls, against what it takes of b_l."""
     along = (b * ellipsoids.joint.gram(margins.forms)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
-    return (behind / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
+    return (remainders / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
 
 
 def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
