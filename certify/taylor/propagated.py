@@ -1,4 +1,4 @@
-"""How far remainders of hidden units move later units.
+"""Bounds of what remainders of hidden units add to later units.
 
 The input of leaf l changes by A_l G + b_l, b_l what remainders and errors of earlier leaves add to it. Let C >= 0
 be diagonal in the units of some leaves, p_ku = C^(1/2) J_k B_k e_u what a remainder of size 1 of unit u of leaf k does
