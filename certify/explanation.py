@@ -41,7 +41,7 @@ from zoo.bounds.rule_table import NoRule
 from zoo.primitives.folded import Folded
 
 SMALL = 1e-6  # radius at which a first-order rule is its slope
-FIRST, SECOND = ("lofast", "lofast_local", "best"), ("adjoint", "image")
+FIRST, SECOND = ("lofast", "lofast_local", "best"), ("adjoint", "image", "taylor")
 ADD = "add a rule for the module around it: docs, 'My own model'"
 
 
