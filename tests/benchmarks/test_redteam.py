@@ -91,6 +91,7 @@ def test_a_pair_without_a_huge_scale_is_an_honest_model() -> None:
     assert sum(pairs.ratio(build, 1.0, "lofast", "l2") is not None for _, build in drawn) >= 4
 
 
+@pytest.mark.slow
 def test_every_promise_of_every_type_is_climbed_on() -> None:
     """Every module type has modules to try; this test runs some of the searches."""
     searches = lemmas.searches()

@@ -19,6 +19,7 @@ from zoo.models.overview import rules_refusal, tiny_options
 FEW = ("conv_4c3f", "l2_certvit_c10", "lips_convit_b", "lofast_vit_c10", "lofast_vit_c10_smooth")
 
 
+@pytest.mark.slow
 def test_every_model_is_covered_or_named() -> None:
     assert sorted(name for names in MODELS.values() for name in names) == zoo.list_models()
     for first, names in MODELS.items():

@@ -34,6 +34,7 @@ def table(out: Path) -> pd.DataFrame:
     return pd.read_parquet(out / evaluation.TABLE)
 
 
+@pytest.mark.slow
 def test_the_rows_are_those_of_computed_radii(handover: Path, digits: Path, certified: Path, tmp_path: Path) -> None:
     evaluation.run(handover, data(digits), replace(SETTINGS, certificate=certified), tmp_path / "taken")
     evaluation.run(handover, data(digits), replace(SETTINGS, method="adjoint", nonce="n1"), tmp_path / "computed")

@@ -39,6 +39,7 @@ def whole(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
+@pytest.mark.slow
 def test_what_is_certified_in_linf_survives_the_attacks_that_its_ball_holds(whole: Path) -> None:
     table, summary = pd.read_parquet(whole / evaluation.TABLE), json.loads((whole / evaluation.EVALUATION).read_text())
     for name in ATTACKS:

@@ -1,6 +1,7 @@
 """Models of any class: what runs is captured, no attack beats its certificate, and what has no rule is listed."""
 
 from collections.abc import Callable
+from itertools import product
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from zoo.layers.norms import SmoothProject
 from zoo.models.vit import ViT
 from zoo.primitives.branches import Branches
 
+METHODS = ("lofast", "lofast_local", "adjoint", "image", "taylor")
 QUICK = ("torchvision resnet18", "torchvision vit", "timm vit_tiny", "timm deit", "timm mixer")
 
 
@@ -51,8 +53,10 @@ def test_known_parts_are_recognised() -> None:
     assert kinds.count(Branches) == 3
 
 
-@pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint", "image"])
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    mostly_slow(product(OWN, METHODS), *product(OWN, ("lofast_local", "adjoint")), ("net", "image"), ("net", "lofast")),
+)
 def test_no_attack_beats_a_certified_radius(name: str, method: str) -> None:
     if method == "image" and name not in ("plain", "sorted"):
         pytest.skip("slow; the rules are those of adjoint")
@@ -62,6 +66,7 @@ def test_no_attack_beats_a_certified_radius(name: str, method: str) -> None:
     assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 40, 3) <= 0).all()
 
 
+@pytest.mark.slow
 def test_the_second_order_is_tighter() -> None:
     for make in OWN.values():
         model, x, y = settled(make)

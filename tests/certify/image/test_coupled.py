@@ -82,6 +82,7 @@ def worst(stage: RadiusStage, formed: Formed, s: Tensor, q: dict[int, Tensor], s
 @pytest.mark.parametrize(
     ("parts", "off", "share"), mostly_slow(product(PARTS, (0.0, 1e-3), SHARES), ("smooth", 1e-3, 1.0))
 )
+@pytest.mark.slow
 def test_no_ascent_within_the_constraints_beats_it(parts: str, off: float, share: float) -> None:
     stage, formed = formed_of(parts, 0.1, off)
     e_B = share * stage.most_B

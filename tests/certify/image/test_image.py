@@ -110,6 +110,7 @@ def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: f
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
+@pytest.mark.slow
 def test_large_models_are_left_to_forms(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat a small model as a large one: measure no layer, and tell rivals apart by their features.
 
@@ -348,6 +349,7 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
 
 
 @pytest.mark.parametrize("nothing", mostly_slow((math.nan, 0.0), math.nan))
+@pytest.mark.slow
 def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float) -> None:
     """An image with an expected radius of 0 has no stage, which would divide by it."""
     _, whole = analysis_of("standard")
@@ -360,6 +362,7 @@ def test_an_image_of_which_nothing_is_expected_disturbs_no_other(nothing: float)
     assert radius_B[1] == pytest.approx(float(radius_of(whole.inner)[1]), rel=2e-3), "what the search tells apart"
 
 
+@pytest.mark.slow
 def test_the_chance_is_counted() -> None:
     _, analysis = analysis_of("standard")
     assert analysis.failure == analysis.inner.failure == 0

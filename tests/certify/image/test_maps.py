@@ -176,6 +176,7 @@ def test_columns_count_what_is_rounded_of_rounding() -> None:
 
 
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "smooth"))
+@pytest.mark.slow
 def test_the_forms_of_margins_are_those_of_dense_maps(parts: str) -> None:
     _, analysis = analysis_of(parts)
     here = situation(analysis)

@@ -72,6 +72,7 @@ def test_an_entry_is_what_the_certificate_says(made: Path, results: Path) -> Non
     assert (entry["training"], entry["published"], entry["images"]) == ("8 epochs on one core", False, IMAGES)
 
 
+@pytest.mark.slow
 def test_a_right_entry_is_found_again(
     made: Path, results: Path, handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_broken_gradient_is_noticed(found: Facts, precision: str) -> None:
     assert all(facts == {"whole": 1.0, "broken": 0.0} for facts in broken.values())
 
 
+@pytest.mark.slow
 def test_missing_data_is_said_once_by_all_ranks(folder: Path) -> None:
     script = ROOT / "trainers" / "adv_train.py"
     status, output = finish(launch(script, *TINY, "name=lost", "data.root=nowhere", cwd=folder))

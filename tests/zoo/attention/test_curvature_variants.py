@@ -278,6 +278,7 @@ def expanded(module: nn.Module, x: Tensor, expansion: Expansion, g: Tensor, r_B:
     ("attention", "remainder", "beta"),
     mostly_slow((("dp", 40, 50), ("l2", 60, 60), ("scsa", 300, 200), ("ln", 300, 700)), ("l2", 60, 60)),
 )
+@pytest.mark.slow
 def test_windows_of_a_swin_block_share_the_radius(attention: str, remainder: float, beta: float) -> None:
     dips, mosts, changes = [], [], []
     torch.manual_seed(1)
