@@ -26,7 +26,7 @@ from tests.tools.stage_runs import data
 EPS = tuple(k / 255 for k in (1, 4, 128))
 NAMES = [f"{eps:g}" for eps in EPS]
 SETTINGS = stage.Settings(
-    norm="linf", method="adjoint", images=10, eps=EPS, batch_size=5, attack=AttackConfig(norm="l2", steps=10),
+    norm="linf", method="adjoint", images=30, eps=EPS, batch_size=15, attack=AttackConfig(norm="l2", steps=10),
     nonce="n1", served_dtype=None,
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def summary(out: Path) -> dict[str, Any]:
 
 def images_of(digits: Path) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     test = shards.find(data(digits), "test")
-    keys, images, labels = next(iter(shards.eval_loader(test, data(digits), batch_size=10, limit=10)))
+    keys, images, labels = next(iter(shards.eval_loader(test, data(digits), batch_size=30, limit=30)))
     return keys, images, labels
 
 
