@@ -15,7 +15,6 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; some packages contain files for other Python versions
 	touch $@
 
 # Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Resumes where it stopped.
