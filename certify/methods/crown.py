@@ -102,7 +102,7 @@ class Crown:
     def __init__(self, model: nn.Module | Model, norm: str = L2) -> None:
         self.norm = known(norm)
         self.lofast = LoFAST(model, norm)
-        self.baked = self.lofast.baked
+        self.model, self.baked = self.lofast.model, self.lofast.baked
         self._bounds: Bounds | None = None
         self._tried = False
 
