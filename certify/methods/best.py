@@ -7,7 +7,7 @@ of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fi
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from certify.shared.certificate import (
     Clean,
     Explained,
     guess_of,
+    of_images,
 )
 from certizoo.inputs import batch_given
 from zoo.bounds.rule_table import NoRule
@@ -84,8 +85,7 @@ class BestAnalysis:
 def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate:
     """Return, for each open image, the certificate that leaves more of its margin."""
     other_B = open_B & (other.margin_B - other.loss_B > one.margin_B - one.loss_B)
-    chosen = {f.name: torch.where(other_B, getattr(other, f.name), getattr(one, f.name)) for f in fields(Certificate)}
-    return Certificate(**chosen | {"certified_B": one.certified_B | (open_B & other.certified_B)})
+    return replace(of_images(other_B, other, one), certified_B=one.certified_B | (open_B & other.certified_B))
 
 
 class Best:
