@@ -35,12 +35,13 @@ def defects(links: Sequence[Callable[[Tensor], Tensor]], ends: Sequence[int], po
     """Return for every step of a chain how far its clean point may be off, RESERVE ||X_l - f_l(X_{l-1})||_F (B,).
 
     The values are never below the truth. Each belongs to the last step of a link f_l, which ends after ends[l] steps;
-    steps inside a link get 0. `points` are X_0 (B, ...) and those after each step, computed in any way.
+    steps inside a link get 0, and a link without steps, such as an identity, adds to the step before it. `points` are
+    X_0 (B, ...) and those after each step, computed in any way.
     """
     found = [torch.zeros(len(points[0]), dtype=torch.float64, device=points[0].device) for _ in points[1:]]
     for link, start, end in zip(links, (0, *ends), ends, strict=False):
         error = defect(link, points[start], points[end])
-        found[end - 1] = nan_to_inf(RESERVE * torch.linalg.vector_norm(error.flatten(1), dim=1))
+        found[end - 1] = found[end - 1] + nan_to_inf(RESERVE * torch.linalg.vector_norm(error.flatten(1), dim=1))
     return found
 
 
