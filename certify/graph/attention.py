@@ -8,7 +8,7 @@ is read off the index of each: which row of which linear layer, of which token, 
 Letters: H heads, N tokens, D width, O = D / H.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,15 +136,15 @@ def product(x: Any, y: Any) -> Any:
     raise Unmapped("a product of two results of the image that is not attention")
 
 
-def softmax(x: Any, dim: int, *_: Any) -> Product:
-    """Return the softmax of scores; any other softmax has no rule."""
-    if not isinstance(x, Product) or x.softmax or dim not in (-1, len(x.query.shape) - 1):
-        raise Unmapped("a softmax outside attention; a certificate is about logits, so leave out the last softmax")
-    return Product(x.query, x.key, x.scale, softmax=True)
+def softmax(x: Product, dim: int) -> Product:
+    """Return the softmax of scores."""
+    if x.softmax or dim not in (-1, len(x.query.shape) - 1):
+        raise Unmapped("a softmax of scores over anything but the keys")
+    return replace(x, softmax=True)
 
 
 def rescaled(x: Product, factor: float) -> Product:
     """Return scores times a number."""
     if x.softmax:
         raise Unmapped("a factor of attention's weights")
-    return Product(x.query, x.key, x.scale * factor)
+    return replace(x, scale=x.scale * factor)

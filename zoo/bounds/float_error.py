@@ -391,6 +391,13 @@ def _pooled(name: str, terms: Callable[..., int]) -> Callable[..., Known]:
     return rule
 
 
+def _sort(x: Known, dim: int = -1, descending: bool = False) -> list[Any]:
+    """Return the rule of order statistics, |sort a - sort b| <= max |a - b|; the indices are not numbers."""
+    value, at = x.value.sort(dim, descending)
+    error = x.error.amax(dim, True).expand_as(value)
+    return [Known(value, x.size.amax(dim, True).expand_as(value), error), at]
+
+
 def _max_pool(x: Known, *args: Any, **kwargs: Any) -> list[Any]:
     """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are not numbers."""
 
@@ -460,6 +467,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "_adaptive_avg_pool2d": _pooled("_adaptive_avg_pool2d", lambda x, *_: x[0, 0].numel()),
     "_adaptive_avg_pool2d_backward": _pooled("_adaptive_avg_pool2d_backward", lambda g, x: x[0, 0].numel()),
     "max_pool2d_with_indices": _max_pool,
+    "sort": _sort,
     "maximum": _extremum(torch.maximum),
     "minimum": _extremum(torch.minimum),
 }

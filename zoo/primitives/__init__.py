@@ -5,7 +5,7 @@
 
 from torch import nn
 
-from zoo.primitives import activations, branches, diagonal, folded, gates, groups, moves, pooling
+from zoo.primitives import activations, branches, diagonal, folded, gates, groups, moves, pooling, softmax, sorting
 
 PRIMITIVES: tuple[type[nn.Module], ...] = (
     *activations.KINDS,
@@ -16,4 +16,6 @@ PRIMITIVES: tuple[type[nn.Module], ...] = (
     *groups.KINDS,
     *moves.KINDS,
     *pooling.KINDS,
+    *softmax.KINDS,
+    *sorting.KINDS,
 )

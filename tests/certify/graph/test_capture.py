@@ -201,6 +201,11 @@ SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "uneven average": (lambda x: F.adaptive_avg_pool2d(x, 3), True),
     "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x, 2), True),
     "circular": (lambda x: F.pad(x, (1, 1, 1, 1), "circular"), True),
+    "softmax": (lambda x: x.softmax(1), True),
+    "normalised": (lambda x: F.normalize(x, dim=1), True),
+    "normalised vector": (F.normalize, False),
+    "sorted groups": (lambda x: x.view(-1, 2, 4).sort(-1, descending=True).values.flatten(1), False),
+    "sorted channels": (lambda x: x.sort(1).values, True),
     "group norm": (lambda x: F.group_norm(x, 2, eps=0.1), True),
     "instance norm": (lambda x: F.instance_norm(x, eps=0.1), True),
 }
@@ -216,6 +221,12 @@ def test_an_operation_has_its_logits_and_a_radius_that_holds(name: str) -> None:
     radius_B = certified_radius(model, x, y, "adjoint", nonce="a")  # compares the logits
     assert (radius_B > 0).all()
     assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
+
+
+def test_the_last_softmax_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.Softmax(-1))
+    with pytest.raises(UserError, match="leave out the last softmax"):
+        certify(model, torch.rand(2, 3, 2, 2), torch.zeros(2).long(), 0.1)
 
 
 # what is refused ------------------------------------------------------------------------------------------------------
@@ -248,9 +259,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "other images": (lambda x: x - x.mean(0), "over the images"),
     "images by index": (lambda x: x[[0, 0]], "mixes the images"),
     "float32": (lambda x: x.float().double(), "float32"),
-    "a lookup": (lambda x: torch.sort(x, -1).values, r"sort \("),
+    "a lookup": (lambda x: torch.topk(x, SIZE).values, r"topk \("),
     "batch statistics": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
-    "a softmax": (lambda x: x.softmax(-1), "softmax outside attention"),
+    "another's lengths": (lambda x: x.relu() / x.norm(dim=1, keepdim=True).clamp_min(0.1), "lengths of another"),
+    "lengths without eps": (lambda x: x / x.norm(dim=1, keepdim=True), "may be 0"),
+    "lengths of others": (lambda x: x / x.norm(dim=2).clamp_min(0.1).unsqueeze(3), "or of other rows"),
 }
 
 

@@ -24,6 +24,7 @@ from zoo.primitives.folded import Folded
 from zoo.primitives.gates import Gate
 from zoo.primitives.moves import Move, Reshape
 from zoo.primitives.pooling import Mean, WindowMax
+from zoo.primitives.sorting import Sorted
 
 IMAGE = (4, 6, 6)
 Make = Callable[[], nn.Module]
@@ -104,6 +105,11 @@ CASES: dict[str, Case] = {
     "mean": Case(lambda: Mean((2, 3)), 0.95),
     "mean of tokens": Case(lambda: Mean((1,)), 0.95, (5, 6)),
     "window max": Case(WindowMax, 0.6, (4, 9, 4)),
+    "sorted pairs": Case(Sorted, 0.8, (4, 9, 2)),
+    "sorted groups": Case(Sorted, 0.8, (4, 5, 5)),
+    "sorted vectors": Case(Sorted, 0.8, (6,)),
+    "softmax": Case(lambda: nn.Softmax(-1), 0.5, (3, 4), loose=3.0),
+    "softmax of vectors": Case(lambda: nn.Softmax(-1), 0.5, (4,), loose=2.0),
     "max pool": Case(lambda: nn.MaxPool2d(3, 2, 1), 0.3),
     "max pool, disjoint": Case(lambda: nn.MaxPool2d(2), 0.6),
     "average pool": Case(lambda: nn.AvgPool2d(2), 0.9),
