@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from certify.graph.attention import rescaled
+from certify.graph.attention import rescaled, shifted, without
 from certify.graph.export import BATCH, Graph, line_of, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
 from certify.graph.rowwise import ROWWISE, Lengths, of_lengths
@@ -178,18 +178,25 @@ def _placed(found: Any, path: str) -> Any:
 
 
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:
-    """Return an allowed result of attention scores: times a number, their softmax, or their product with values."""
+    """Return an allowed result of scores: times a number, masked, their softmax, or their product with values."""
     x, *rest = args
     if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor):
         factor = float(torch.as_tensor(rest[0])) if torch.as_tensor(rest[0]).numel() == 1 else 0.0
         if not factor:
             raise Unmapped("scores of attention times a tensor")
         return rescaled(x, factor if name == "mul" else 1 / factor)
-    if name in ("matmul", "bmm", "softmax", "_softmax"):
+    if name == "add" and not kwargs and isinstance(other := x if isinstance(rest[0], Product) else rest[0], Tensor):
+        return shifted(rest[0] if other is x else x, other)
+    if name == "masked_fill" and isinstance(x, Product) and isinstance(rest[0], Tensor):
+        return without(x, *rest)
+    if name == "where" and isinstance(x, Tensor):
+        a, b = rest
+        return without(b, x, a) if isinstance(b, Product) else without(a, ~x, b)
+    if name in ("matmul", "bmm", "softmax", "_softmax", "scaled_dot_product_attention"):
         return KNOWN[name](*args, **kwargs)
     if name in ("clone", "dropout", "alias", "contiguous", "detach") and True not in rest:
         return x
-    raise Unmapped("scores of attention with anything but a factor and a softmax around them")
+    raise Unmapped("scores of attention with anything but a factor, a mask and a softmax around them")
 
 
 def _draws(node: fx.Node) -> bool:

@@ -161,7 +161,15 @@ def _fresh(value: Tensor, error: Tensor) -> Known:
 def _add(a: Operand, b: Operand, alpha: float = 1.0) -> Known:
     x, y = _pair(a, b)
     size = x.size + abs(alpha) * y.size
-    return Known(x.value + alpha * y.value, size, x.error + abs(alpha) * y.error + 2 * U * size)
+    value, error = x.value + alpha * y.value, x.error + abs(alpha) * y.error + 2 * U * size
+    if bool(size.isinf().any()):  # an infinite constant, such as -inf of a mask, makes an exact sum
+        error = torch.where(_infinite(x) | _infinite(y), 0.0, error)
+    return Known(value, size, error)
+
+
+def _infinite(x: Known) -> Tensor:
+    """Return where x is infinite itself; a number that overflowed has an infinite error."""
+    return x.value.isinf() & (x.error == 0)
 
 
 def _sub(a: Operand, b: Operand, alpha: float = 1.0) -> Known:
@@ -205,6 +213,12 @@ def _pow(x: Known, exponent: float) -> Known:
     if exponent == 3:
         return _mul(_mul(x, x), x)
     raise UserError(f"x^{exponent:g} has no rounding bound; add one to zoo/bounds/float_error.py")
+
+
+def _where(chosen: Tensor, a: Operand, b: Operand) -> Known:
+    """Choose by a constant; a comparison of computed numbers has no bound and never gets here."""
+    x, y = _pair(a, b)
+    return Known(*(torch.where(chosen, getattr(x, part), getattr(y, part)) for part in ("value", "size", "error")))
 
 
 def _product(apply: Callable[[Tensor, Tensor], Tensor], x: Known, y: Known, terms: int) -> Known:
@@ -468,6 +482,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "_adaptive_avg_pool2d_backward": _pooled("_adaptive_avg_pool2d_backward", lambda g, x: x[0, 0].numel()),
     "max_pool2d_with_indices": _max_pool,
     "sort": _sort,
+    "where": _where,
     "maximum": _extremum(torch.maximum),
     "minimum": _extremum(torch.minimum),
 }

@@ -8,7 +8,8 @@ With q = max_i 2 p_i (1 - p_i) <= 1/2 and z = sqrt2 r, every p_i grows by e^z at
     |<g, R>| <= (max g - min g) c(r),       |R| <= sqrt2 c(r),       c(r) = min(1/4, q h(z) / 2) r^2,
     h(z) = max(e^{z / 2}, e^{z - 5/2}) >= int_0^1 2 (1 - t) e^{t z} dt.
 
-All of them grow with r at least like r, the last like r^2, so rows join by the maximum. Proof: docs/proofs.md#primitives.
+All of them grow with r at least like r, the last like r^2, so rows join by the maximum.
+Proof: docs/proofs.md#primitives.
 
 Letters: B images, C classes, N rows of K entries.
 """
