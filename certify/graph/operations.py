@@ -34,6 +34,7 @@ from certify.graph.values import (
 from zoo.layers.norms import SmoothProject
 from zoo.primitives.activations import Abs
 from zoo.primitives.diagonal import Diagonal
+from zoo.primitives.jumps import NO_JUMP, SoftplusJump
 from zoo.primitives.pooling import Mean, WindowMax
 
 # moves ----------------------------------------------------------------------------------------------------------------
@@ -473,6 +474,14 @@ def prelu(x: Value, weight: Tensor) -> Value:
     return Value.of(step(module, source, source.shape, "prelu"))
 
 
+def softplus(x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
+    """Return softplus; with a threshold that is felt, as that without and the jump."""
+    smooth = elementwise(x, nn.Softplus(beta, max(threshold, NO_JUMP)), "softplus")
+    if threshold >= NO_JUMP:
+        return smooth
+    return joined([smooth, elementwise(x, SoftplusJump(beta, threshold), "jump")])
+
+
 def log_sigmoid(x: Value) -> Value:
     """Return -softplus(-x)."""
     return scaled(elementwise(scaled(x, -1, 0, "negate"), nn.Softplus(1, 40), "softplus"), -1, 0, "negate")
@@ -507,7 +516,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "log_softmax": log_softmax, "_log_softmax": log_softmax,
     "abs": _activation(Abs), "glu": glu, "log_sigmoid": log_sigmoid,
     "relu": _activation(nn.ReLU), "gelu": gelu, "silu": _activation(nn.SiLU), "sigmoid": _activation(nn.Sigmoid),
-    "tanh": _activation(nn.Tanh), "softplus": _activation(nn.Softplus), "leaky_relu": _activation(nn.LeakyReLU),
+    "tanh": _activation(nn.Tanh), "softplus": softplus, "leaky_relu": _activation(nn.LeakyReLU),
     "elu": elu, "celu": _activation(nn.CELU), "selu": _activation(nn.SELU), "mish": _activation(nn.Mish),
     "hardtanh": _activation(nn.Hardtanh), "relu6": _activation(nn.ReLU6), "hardswish": _activation(nn.Hardswish),
     "hardsigmoid": _activation(nn.Hardsigmoid), "prelu": prelu, "_prelu_kernel": prelu,

@@ -13,7 +13,7 @@ operation that is not in the table is refused. Proof: docs/proofs.md#slack.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -329,6 +329,13 @@ def _lipschitz(f: Callable[..., Tensor], slope: float, rounding: float) -> Calla
     return rule
 
 
+def _softplus(x: Known, beta: float = 1.0, threshold: float = 20.0) -> Known:
+    """Add to the slope 1 the jump at the threshold, for entries that may lie on either side of it."""
+    smooth = _lipschitz(torch.nn.functional.softplus, 1.0, 2 * LIBM)(x, beta, threshold)
+    either = (beta * x.value - threshold).abs() <= 2 * beta * x.error + 8 * U * threshold
+    return replace(smooth, error=smooth.error + either * (math.log1p(math.exp(-threshold)) / beta * OUT))
+
+
 def _exp(x: Known) -> Known:
     value = x.value.exp()
     return _fresh(value, value * (torch.expm1(x.error) + LIBM * (1 + x.error.exp())) + TINY)
@@ -457,7 +464,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "tanh": _lipschitz(torch.tanh, 1.0, LIBM),
     "gelu": _lipschitz(torch.nn.functional.gelu, 1.13, 2 * LIBM),
     "silu": _lipschitz(torch.nn.functional.silu, 1.1, 2 * LIBM),
-    "softplus": _lipschitz(torch.nn.functional.softplus, 1.0, 2 * LIBM),
+    "softplus": _softplus,
     "relu": _lipschitz(torch.relu, 1.0, 0.0),
     "clamp": _lipschitz(torch.clamp, 1.0, 0.0),
     "clamp_min": _lipschitz(torch.clamp_min, 1.0, 0.0),

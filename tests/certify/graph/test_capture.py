@@ -254,6 +254,8 @@ SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "uneven average": (lambda x: F.adaptive_avg_pool2d(x, 3), True),
     "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x, 2), True),
     "circular": (lambda x: F.pad(x, (1, 1, 1, 1), "circular"), True),
+    "softplus": (F.softplus, False),
+    "softplus with a jump": (lambda x: F.softplus(x, 2.0, 0.5), False),
     "softmax": (lambda x: x.softmax(1), True),
     "normalised": (lambda x: F.normalize(x, dim=1), True),
     "normalised vector": (F.normalize, False),
