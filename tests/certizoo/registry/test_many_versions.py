@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from mlflow.store.model_registry.dbmodels.models import SqlModelVersion
@@ -60,11 +61,10 @@ def counted() -> Iterator[Counter[str]]:
         return real(self)
 
     event.listen(Engine, "before_cursor_execute", statement)
-    setattr(SqlModelVersion, "to_mlflow_entity", entity)
     try:
-        yield seen
+        with patch.object(SqlModelVersion, "to_mlflow_entity", entity):
+            yield seen
     finally:
-        setattr(SqlModelVersion, "to_mlflow_entity", real)
         event.remove(Engine, "before_cursor_execute", statement)
 
 
