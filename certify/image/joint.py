@@ -77,6 +77,11 @@ class Joint:
         parts = zip(names, self._sizes(last), strict=True)
         return torch.cat([self.ones_B.new_full((size,), float(name == source)) for name, size in parts])
 
+    def piece(self, u: Tensor, source: int, last: int) -> Tensor:
+        """Return the part of u that belongs to a leaf: (C, B, ...)."""
+        pieces = u.split(self._sizes(last), -1)
+        return pieces[1 + self.sources(last).index(source)].unflatten(-1, self.tape.rooms[source])
+
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
         """Call `visit` with H_i of every leaf up to `last`."""
         first, *rest = u.split(self._sizes(last), -1)

@@ -55,24 +55,27 @@ class Propagated:
             of_units = of_units + self.before.at(e_B, grown, units_alone=units_alone)
         if units_alone:
             return of_units.square()
-        free_B = sum((grown.theta[k] for k in self.others), grown.theta_0_B)
-        return nan_to_inf((of_units.square() + product(self.rest, free_B.sqrt())) * OUT)
+        return nan_to_inf((of_units.square() + product(self.rest, self.free_B(grown).sqrt())) * OUT)
+
+    def free_B(self, grown: Grown) -> Tensor:
+        """Return the square of the length of all other sources: (B,)."""
+        return sum((grown.theta[k] for k in self.others), grown.theta_0_B)
 
 
 def propagated(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor]) -> Propagated:
     """Return the bound for coefficients c (C, B, N, H) >= 0 of the units of some leaves."""
     tape, joint = ellipsoids.tape, ellipsoids.joint
-    forms = {at: _units(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
+    forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
     sources = joint.sources(max(c))
     units = [k for k in sources if smooth_units(tape.leaves[k].forms) is not None]
     others = tuple(k for k in sources if k not in units)
     zero = torch.zeros_like(forms[max(c)].largest)
-    rest = _rest(ellipsoids, forms, others, word, numbers)
+    rest = aside(ellipsoids, forms, others, f"{word} others", numbers)
     if not units:
         return Propagated(zero, None, rest, others, joint.most_B)
     rho = _lengths(ellipsoids, c, units, word)
-    curved = {k: 0.5 * _largest(ellipsoids, k) * rho[k] for k in units}
-    of_image = {k: _units(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
+    curved = {k: 0.5 * kappa(ellipsoids, k) * rho[k] for k in units}
+    of_image = {k: units_at(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
     image = ellipsoids.seminorms(
         of_image,
         f"{word} image",
@@ -83,21 +86,21 @@ def propagated(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbe
     return Propagated(image, propagated(ellipsoids, curved, f"{word} before", numbers), rest, others, joint.most_B)
 
 
-def _units(ellipsoids: Ellipsoids, at: int) -> UnitForms:
+def units_at(ellipsoids: Ellipsoids, at: int) -> UnitForms:
     forms = smooth_units(ellipsoids.tape.leaves[at].forms)
     assert forms is not None
     return forms
 
 
-def _largest(ellipsoids: Ellipsoids, at: int) -> Tensor:
-    """Return kappa (B, N, H)."""
+def kappa(ellipsoids: Ellipsoids, at: int) -> Tensor:
+    """Return the largest |c| of units within their reach: (B, N, H)."""
     reach = ellipsoids.rests[at].reach
     assert reach is not None
-    lo, hi = hull(_units(ellipsoids, at), reach)
+    lo, hi = hull(units_at(ellipsoids, at), reach)
     return torch.maximum(-lo, hi)
 
 
-def _rest(
+def aside(
     ellipsoids: Ellipsoids,
     forms: Mapping[int, QuadraticForm],
     others: tuple[int, ...],
@@ -109,7 +112,7 @@ def _rest(
         crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
         return nan_to_inf(torch.stack(crude).sum(0) * OUT)
     scale = _only(ellipsoids, (*others, NOISE), max(forms), forms[max(forms)].largest)
-    return ellipsoids.seminorms(forms, f"{word} others", numbers, COARSE, scale)
+    return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
 
 
 def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: list[Tensor]) -> Tensor:
@@ -138,7 +141,7 @@ def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], 
         for at, root in roots.items():
             room = torch.Size([TOGETHER, *root.shape[2:]])
             epsilon = ellipsoids.draw(room, f"{word} {at} {first}", joint.most_B[:, None]).movedim(1, 0)
-            forms = _units(ellipsoids, at)
+            forms = units_at(ellipsoids, at)
             joining[at] = forms.units_T((epsilon[:, None] * root).flatten(0, 1))
             length = torch.linalg.vector_norm(epsilon.flatten(2), dim=-1)[:, None] * root.flatten(2).amax(-1)
             share = gamma(forms.terms + 8) * forms.absolute
