@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Ellipsoids, Grown, least_square_sum
-from certify.image.joint import IMAGE, NOISE, Scale, Sizes
+from certify.image.joint import IMAGE, Sizes
 from certify.taylor.forms import hull, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
@@ -81,7 +81,7 @@ def propagated(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbe
         f"{word} image",
         numbers,
         ellipsoids.budget.close,
-        _only(ellipsoids, (IMAGE, NOISE), max(curved), zero),
+        ellipsoids.joint.only((IMAGE,), max(curved), zero),
     )
     return Propagated(image, propagated(ellipsoids, curved, f"{word} before", numbers), rest, others, joint.most_B)
 
@@ -111,21 +111,15 @@ def aside(
     if not others:  # errors alone are small enough for a crude bound
         crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
         return nan_to_inf(torch.stack(crude).sum(0) * OUT)
-    scale = _only(ellipsoids, (*others, NOISE), max(forms), forms[max(forms)].largest)
+    scale = ellipsoids.joint.only(others, max(forms), forms[max(forms)].largest)
     return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
 
 
 def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: list[Tensor]) -> Tensor:
     """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (C, B)."""
     last = max(forms)
-    parts = (*ellipsoids.joint.sources(last), NOISE)
-    return ellipsoids.seminorms(forms, word, numbers, COARSE, _only(ellipsoids, parts, last, forms[last].largest))
-
-
-def _only(ellipsoids: Ellipsoids, parts: tuple[int, ...], last: int, like: Tensor) -> Scale:
-    """Return the scale that keeps these parts of u; the noise, of which rounding is measured, is always one."""
-    mask = torch.stack([ellipsoids.joint.part(k, last) for k in parts]).amax(0)
-    return Scale(mask.expand(*like.shape, -1), torch.ones_like(like), torch.ones_like(like))
+    scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
+    return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
 
 
 def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str) -> Vectors:

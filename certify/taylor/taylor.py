@@ -21,13 +21,14 @@ from certify.image.joint import Joint
 from certify.image.radius_stage import Gradients, RadiusStage, Together
 from certify.shared.certificate import Clean
 from certify.taylor.forms import smooth_units
+from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.trust_region import Terms, terms_of
 from zoo.bounds.contracts import Forms, QuadraticForm
 
 MATTER = 0.05  # cost of leaves without exact second order, relative to that of the first order
 
 
-class TaylorEllipsoids(Ellipsoids):
+class TaylorEllipsoids(CloserEllipsoids):
     """The ellipsoids of all leaves; forms of units bound the curvature of either sign."""
 
     def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:
