@@ -22,9 +22,11 @@ from torch.nn.functional import pad
 
 from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids, least_square_sum
 from certify.taylor.forms import Curvature, smooth_units
-from certify.taylor.propagated import TOGETHER, VECTORS, kappa
+from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.tape import Vectors
+
+VECTORS = 256
 
 
 def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor, word: str) -> Vectors:
@@ -49,7 +51,7 @@ def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor,
     count = sum(ellipsoids.tape.rooms[k].numel() for k in before)
     share, far = least_square_sum(VECTORS, PROBE_FAILURE / count), product(off, length2_B.sqrt())
     return {
-        k: product(kappa(ellipsoids, k), found.sqrt() + broadcast_batch(far, found.shape[2:]))
+        k: product(kappa_at(ellipsoids, k), found.sqrt() + broadcast_batch(far, found.shape[2:]))
         * (OUT / share**0.5 / joint.weights[k])
         for k, found in squares.items()
     }

@@ -34,6 +34,12 @@ def hull(forms: UnitForms, reach: Tensor) -> tuple[Tensor, Tensor]:
     return around.s + around.lo, around.s + around.hi
 
 
+def kappa(forms: UnitForms, reach: Tensor) -> Tensor:
+    """Return the largest |2 R / d^2| within the reach."""
+    lo, hi = hull(forms, reach)
+    return torch.maximum(-lo, hi)
+
+
 @dataclass(frozen=True)
 class Curvature:
     """The second order of the margins of some rivals at one leaf: the coefficients c' (C, B, N, H) of its units."""

@@ -6,12 +6,14 @@ r_k = s_k (A_k G)^2 / 2 + t_k with s = sigma''(z). So a functional of a later le
     <a, H>  =  <a, A G> + <G, K G> / 2 + rest,     |<a, H>|  <=  e |a A| + e^2 |K|_F / 2 + |rest|,
 
 K the sum of s_k (a J_k B_k) A_k^T A_k, and only t_k, of third order, and other leaves' remainders are left to the ball.
-With b_k what remainders do to unit k, |b_k| <= beta_k, and delta_k >= |c_k - s_k|,
+With b_k what remainders do to unit k, D_k its reach, and delta_k >= |c_k - s_k|,
 
-    |t_k|  =  |(c_k - s_k) (A_k G)^2 + c_k (2 A_k G b_k + b_k^2)| / 2  <=  q_k |A_k G| + kappa_k beta_k^2 / 2,
+    |t_k|  =  |(c_k - s_k) (A_k G)^2 + c_k (2 A_k G b_k + b_k^2)| / 2  <=  q_k |A_k G| + p_k |b_k|,
 
-q = delta e |A_k| / 2 + kappa beta. <X, K Y> of independent Gaussian X, Y takes three pushes for all functionals at
-once, and a few of them bound all |K|_F (quantiles.py). Proof: docs/proofs.md#second-reaches.
+q = delta e |A_k| / 2 and p = kappa (e |A_k| + D_k) / 2; propagated.py bounds the |b_k| of a leaf together.
+
+<X, K Y> of independent Gaussian X, Y takes three pushes for all functionals at once, and a few of them bound all |K|_F
+(quantiles.py). Proof: docs/proofs.md#second-reaches.
 
 Letters: B images, M vectors.
 """
@@ -38,7 +40,8 @@ from certify.image.ellipsoid import (
     least_square_sum,
 )
 from certify.image.joint import IMAGE, Joint, Sizes
-from certify.taylor.forms import smooth_units
+from certify.taylor.forms import kappa, smooth_units
+from certify.taylor.propagated import Propagated, propagated
 from certify.taylor.quantiles import least_pair_sum
 from zoo.arithmetic import OUT, U, at_least_near, broadcast_batch, nan_to_inf, product
 from zoo.bounds.activations import Smooth
@@ -48,6 +51,7 @@ from zoo.bounds.tape import Vectors
 from zoo.bounds.third_order import second_range
 
 TOGETHER = 16  # pairs
+VECTORS = 256  # that bound what earlier units do to a leaf
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,12 @@ class Orders:
 
 @dataclass(frozen=True)
 class Third:
-    """The bound of |t / W| of a leaf: `norm_B` is that of q |A G| / W at the largest e, for these q."""
+    """The bound of |t / W| of a leaf: the parts q |A G| / W and p |b| / W, for p at the largest e."""
 
-    delta: Tensor
+    of_image_B: Tensor
     kappa: Tensor
-    q: Tensor
-    norm_B: Tensor
+    p: Tensor
+    of_remainders: Propagated
 
 
 class CloserEllipsoids(Ellipsoids):
@@ -85,7 +89,7 @@ class CloserEllipsoids(Ellipsoids):
     def _rest(self, at: int, known: Before) -> Rest:
         rest = super()._rest(at, known)
         if self._orders is not None and rest.reach is not None and at in self._units and at < max(self._orders.first):
-            self._thirds[at] = self._measured_third(at, known, rest.reach, self._orders.first[at])
+            self._thirds[at] = self._measured_third(at, rest.reach, self._orders.first[at])
         return rest
 
     def _theta(self, at: int, known: Before) -> Tensor:
@@ -115,28 +119,27 @@ class CloserEllipsoids(Ellipsoids):
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
         return nan_to_inf(second * broadcast_batch((known.e_B / self.most_B).square(), second.shape[1:]) + rest)
 
-    def _measured_third(self, at: int, known: Before, reach: Tensor, first: Tensor) -> Third:
+    def _measured_third(self, at: int, reach: Tensor, first: Tensor) -> Third:
         """Return the bound of |t / W| at the largest e."""
-        forms, weight = self._units[at], self.joint.weights[at]
+        forms, weight, numbers = self._units[at], self.joint.weights[at], [self.most_B[:, None]]
         around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
         assert around is not None
-        delta = torch.maximum(around.hi, -around.lo)
-        kappa = torch.maximum(around.s + around.hi, -around.s - around.lo)
-        q = nan_to_inf(0.5 * delta * first + product(kappa, self._beta(at, known)))
+        q, kappa_BNH = 0.5 * torch.maximum(around.hi, -around.lo) * first, kappa(forms, reach)
         form = forms.weighted((q / weight).square()[None])
-        scale = self.joint.only((IMAGE,), at, form.largest)
-        norm_B = self.seminorms({at: form}, f"third {at}", [self.most_B[:, None]], self.budget.close, scale)[0]
-        return Third(delta, kappa, q, norm_B)
+        of_image = self.seminorms(
+            {at: form}, f"third {at}", numbers, self.budget.close, self.joint.only((IMAGE,), at, form.largest)
+        )
+        p = product(kappa_BNH, 0.5 * (first + reach))
+        of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, VECTORS)
+        return Third(of_image[0], kappa_BNH, p, of_remainders)
 
     def _third(self, at: int, known: Before) -> Tensor:
         """Bound |t / W|^2 of a leaf: (B,)."""
-        third, beta, t_B = self._thirds[at], self._beta(at, known), known.e_B / self.most_B
+        third, t_B, reach = self._thirds[at], known.e_B / self.most_B, self._reach(at, known)
         assert self._orders is not None
-        t = broadcast_batch(t_B, beta.shape[1:])
-        q = nan_to_inf(0.5 * third.delta * self._orders.first[at] * t + product(third.kappa, beta))
-        of_image_B = t_B * product(largest_share(q, third.q), third.norm_B)
-        square = 0.5 * product(third.kappa, beta.square()) / self.joint.weights[at]
-        return nan_to_inf((nan_to_inf(of_image_B) + torch.linalg.vector_norm(square.flatten(1), dim=1)).square() * OUT)
+        p = product(third.kappa, 0.5 * (self._orders.first[at] * broadcast_batch(t_B, reach.shape[1:]) + reach))
+        of_remainders_B = product(largest_share(p, third.p), third.of_remainders.at(known.e_B, known)[0])
+        return nan_to_inf((product(t_B.square(), third.of_image_B) + of_remainders_B).square() * OUT)
 
 
 @dataclass(frozen=True)
