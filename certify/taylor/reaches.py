@@ -137,7 +137,8 @@ class CloserEllipsoids(Ellipsoids):
         """Bound |t / W|^2 of a leaf: (B,)."""
         third, t_B, reach = self._thirds[at], known.e_B / self.most_B, self._reach(at, known)
         assert self._orders is not None
-        p = product(third.kappa, 0.5 * (self._orders.first[at] * broadcast_batch(t_B, reach.shape[1:]) + reach))
+        linear = nan_to_inf(self._orders.first[at] * broadcast_batch(t_B, reach.shape[1:]))
+        p = product(third.kappa, 0.5 * (linear + reach))
         of_remainders_B = product(largest_share(p, third.p), third.of_remainders.at(known.e_B, known)[0])
         return nan_to_inf((product(t_B.square(), third.of_image_B) + of_remainders_B).square() * OUT)
 

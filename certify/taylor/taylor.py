@@ -3,7 +3,8 @@
 The networks of the zoo are nearly quadratic where they are certified; the forms of `certify.image` book several times
 the first order for what is mostly not there. Here curvature keeps its sign, so that the quadratic part of the loss
 tends to that of the margin's Hessian (trust_region.py), and the effect of hidden units' remainders on later units is
-bounded unit by unit (propagated.py). Reaches and rounding are those of `certify.image`.
+bounded unit by unit (propagated.py, cross.py). Reaches have a second order of their own (reaches.py); rounding is that
+of `certify.image`.
 
 The result is the smaller of both bounds. Proof: docs/proofs.md#taylor.
 """
