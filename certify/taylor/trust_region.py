@@ -40,7 +40,7 @@ from zoo.bounds.tape import Vectors
 SPARE = (0.01, 0.05, 0.2, 0.5)  # tried multiples of lambda_max above it
 STEEP = (1.0, 1.05, 1.15, 1.3, 1.6)  # m in units of |b| / t
 TAU = (0.01, 4.0)  # range of tau
-APART = 0.5  # tau of the forms x d^2, which are of third order already
+APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only errors and attention move, and behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,8 @@ def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, 
     others = {at: form for at, form in margins.forms.items() if at not in units}
     absolute = {at: curved.absolute for at, curved in units.items()}
     crosses = crossed(ellipsoids, units, _rounded(ellipsoids, absolute, margins.norm.square()), "crossed")
-    squares = {at: curved.c.clamp_min(0) + (1 + 1 / APART) * crosses.get(at, 0.0) for at, curved in units.items()}
+    squares = {at: curved.c.clamp_min(0) for at, curved in units.items()}
+    squares |= {at: squares[at] + (1 + 1 / apart) * x for at, (x, apart) in _apart(crosses).items()}
     behind = propagated(ellipsoids, squares, "propagated", numbers)
     terms = Terms(
         first=first * joint.most_B,
@@ -159,11 +160,16 @@ def _with_quadratic(
     )
 
 
+def _apart(crosses: Vectors) -> dict[int, tuple[Tensor, float]]:
+    """Return the coefficients x of every leaf with the share by which their part of the image grows."""
+    return {at: (x, APART[at > min(crosses)]) for at, x in crosses.items()}
+
+
 def _norm_of(ellipsoids: Ellipsoids, crosses: Vectors, numbers: Sequence[Tensor]) -> Tensor | float:
-    """Bound the norm of (1 + APART) sum_k M_k^T x_k M_k: (C, B)."""
+    """Bound the norm of the forms of cross terms on all of u: (C, B)."""
     if not crosses:
         return 0.0
-    forms = {at: units_at(ellipsoids, at).weighted((1 + APART) * x) for at, x in crosses.items()}
+    forms = {at: units_at(ellipsoids, at).weighted((1 + apart) * x) for at, (x, apart) in _apart(crosses).items()}
     return ellipsoids.seminorms(forms, "crosses", numbers, COARSE).square()
 
 
@@ -180,7 +186,7 @@ def forms_with_share(
     ellipsoids: Ellipsoids, margins: Margins, g: Vectors, known: Known, tau: Tensor
 ) -> dict[int, QuadraticForm]:
     """Return C + tau |C| of all leaves, with the forms of cross terms."""
-    crosses = {at: (1 + APART) * x for at, x in known.crosses.items()}
+    crosses = {at: (1 + apart) * x for at, (x, apart) in _apart(known.crosses).items()}
     return {
         at: known.units[at].with_more(tau, crosses.get(at))
         if at in known.units
