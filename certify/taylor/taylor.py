@@ -3,7 +3,8 @@
 The networks of the zoo are nearly quadratic where they are certified; the forms of `certify.image` book several times
 the first order for what is mostly not there. Here curvature keeps its sign, so that the quadratic part of the loss
 tends to that of the margin's Hessian (trust_region.py), and the effect of hidden units' remainders on later units is
-bounded unit by unit (propagated.py). Reaches and rounding are those of `certify.image`.
+bounded unit by unit (propagated.py, cross.py). Reaches have a second order of their own (reaches.py); rounding is that
+of `certify.image`.
 
 The result is the smaller of both bounds. Proof: docs/proofs.md#taylor.
 """
@@ -21,13 +22,14 @@ from certify.image.joint import Joint
 from certify.image.radius_stage import Gradients, RadiusStage, Together
 from certify.shared.certificate import Clean
 from certify.taylor.forms import smooth_units
+from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.trust_region import Terms, terms_of
 from zoo.bounds.contracts import Forms, QuadraticForm
 
 MATTER = 0.05  # cost of leaves without exact second order, relative to that of the first order
 
 
-class TaylorEllipsoids(Ellipsoids):
+class TaylorEllipsoids(CloserEllipsoids):
     """The ellipsoids of all leaves; forms of units bound the curvature of either sign."""
 
     def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:

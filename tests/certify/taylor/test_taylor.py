@@ -10,10 +10,11 @@ from certify.api import certifier, radius_of
 from certify.image.columns import Columns
 from certify.image.radius_stage import Formed, RadiusStage
 from certify.shared.ball import NORMS
+from certify.taylor.cross import crossed
 from certify.taylor.forms import smooth_units
 from certify.taylor.propagated import propagated
 from certify.taylor.taylor import Lesser, Taylor, TaylorAnalysis, TaylorStage
-from certify.taylor.trust_region import Terms, forms_with_share, units_of
+from certify.taylor.trust_region import Known, Terms, forms_with_share, units_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, off_by, situation
@@ -154,7 +155,8 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     terms = terms_of(stage, formed)
     g, found = stage.here.gradients(formed.class_CB), stage.ellipsoids
     units = units_of(found, formed.margins, g.leaves)
-    forms = forms_with_share(found, formed.margins, g.leaves, units, terms.tau)
+    crosses = crossed(found, units, torch.zeros_like(terms.tau), "crossed")
+    forms = forms_with_share(found, formed.margins, g.leaves, Known(units, crosses), terms.tau)
     size, maps = analysis.images[0].numel(), dense(found.joint, formed.margins.last)
     s = sum((matrix(found, form, at, maps)[0, 0, :size, :size] for at, form in forms.items()), torch.zeros(()))
     values, vectors = torch.linalg.eigh(s)
