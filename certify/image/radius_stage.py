@@ -26,9 +26,9 @@ from zoo.bounds.tape import Tape, Vectors
 
 AT_ONCE = 8  # largest number of rivals bounded together
 BITS = 2**12  # leading bits of a number that enter a seed
-FULL = 0.98  # share of `most_B` from which on a stage counts as proving all of it
-TRIES = 5  # steps of the search for the radius that a stage proves
-HIGH = 0.8  # position of the next step in the bracket, as most radii lie close to the largest e
+TRIES = 6  # steps of the search for the radius that a stage proves
+STRIDE = 1.25  # factor of a step while the search has no bracket
+FINE = 1.06  # high / low at which it ends
 
 
 @dataclass(frozen=True)
@@ -206,17 +206,21 @@ class RadiusStage:
 
     @cached_property
     def reach_B(self) -> Tensor:
-        """The radius e that this stage proves, approximately; `most_B` where it proves nearly all of it."""
+        """About the largest e that the bounds of this stage prove; above `most_B`, where they do not hold, an estimate.
+
+        Maps of a larger e have larger remainders, so that the estimate is rather too large.
+        """
         unknown_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
-        low_B, high_B, e_B = torch.zeros_like(self.most_B), self.most_B, FULL * self.most_B
+        low_B, high_B, e_B = torch.zeros_like(self.most_B), torch.full_like(self.most_B, torch.inf), self.most_B
         for _ in range(TRIES):
             won_B = ~self.open(self.losses(e_B, unknown_BJ)).any(-1)
             low_B, high_B = torch.where(won_B, torch.maximum(low_B, e_B), low_B), torch.where(won_B, high_B, e_B)
-            full_B = low_B >= FULL * self.most_B
-            if bool(full_B.all()):
+            found_B = high_B < FINE * low_B
+            if bool(found_B.all()):
                 break
-            e_B = torch.where(full_B, 0.0, low_B + HIGH * (high_B - low_B))  # 0 costs nothing
-        return torch.where(full_B, self.most_B, low_B)
+            middle_B = torch.where(torch.isinf(high_B), STRIDE * low_B, (low_B * high_B).sqrt())
+            e_B = torch.where(found_B, 0.0, torch.where(low_B > 0, middle_B, high_B / STRIDE))  # 0 costs nothing
+        return low_B
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """Return the losses of margins, lowered where this stage proves less.
