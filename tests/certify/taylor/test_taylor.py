@@ -38,7 +38,7 @@ def stage_of(analysis: TaylorAnalysis, e: float, off: float = 0.0) -> TaylorStag
 
 @pytest.mark.parametrize(
     ("parts", "norm", "eps"),
-    mostly_slow(product(PARTS, NORMS, (0.05, 0.3)), ("smooth", "l2", 0.05), ("stem", "linf", 0.3)),
+    mostly_slow(product(PARTS, NORMS, (0.05, 0.3)), ("smooth", "l2", 0.05)),
 )
 def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
     certifier, analysis = taylor_of(parts, norm=norm)
