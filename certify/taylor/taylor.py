@@ -25,6 +25,8 @@ from certify.taylor.trust_region import terms_of
 from zoo.arithmetic import nan_to_inf
 from zoo.bounds.tape import Tape
 
+BEYOND = 1.15  # first largest e, relative to that of `certify.image`; too large costs little, too small a second stage
+
 
 class TaylorStage(RadiusStage):
     """A radius stage with exact second orders for the rivals that its other bounds leave open."""
@@ -70,7 +72,9 @@ class TaylorStage(RadiusStage):
 class TaylorAnalysis(ImageAnalysis):
     """The analysis of a batch of correctly classified images."""
 
-    beyond = 1.15
+    @property
+    def beyond(self) -> float:
+        return BEYOND if has_units(self._whole.tape) else 1.0
 
     def _stage(self, index_I: Tensor, most_B: Tensor) -> RadiusStage:
         return TaylorStage(self._situation(index_I), most_B[index_I], self._columns)
