@@ -101,15 +101,13 @@ class Terms:
         return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
-def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
+def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms:
     """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
 
-    None where no leaf has hidden units of a twice differentiable activation.
+    Some leaf has hidden units of a twice differentiable activation.
     """
     joint, numbers = ellipsoids.joint, list(margins.numbers)
     units = units_of(ellipsoids, margins, g)
-    if not units:
-        return None
     others = {at: form for at, form in margins.forms.items() if at not in units}
     absolute = {at: curved.absolute for at, curved in units.items()}
     crosses = crossed(ellipsoids, units, _rounded(ellipsoids, absolute, margins.norm.square()), "crossed")
