@@ -341,7 +341,8 @@ class Ellipsoids:
         """Return upper bounds of lambda_max( sum_i (E A_i)^T C_i E A_i ) and 0, for forms of either sign: (C, B).
 
         `within` (C, B) is never below the norm of sum_i M_i^T |C_i| M_i. Rounding is at most ALLOWED times `shift`, and
-        hence times the largest eigenvalue of the shifted sum, unless all eigenvalues of the sum are negative.
+        hence times the largest eigenvalue of the shifted sum. Where negative eigenvalues are larger, `within` is the
+        answer.
         """
         size = self.joint.images[0].numel()
         self.failure += len(numbers) * lanczos.chance(size)
@@ -355,7 +356,7 @@ class Ellipsoids:
             return gram(pad(v, (0, rest)))[..., :size] + _repeated(shift, v) * v
 
         found = lanczos.norms(apply, start, allowed, self.budget.close).square() * OUT
-        return nan_to_inf((found - shift).clamp_min(0))
+        return torch.fmin(nan_to_inf((found - shift).clamp_min(0)), within)
 
     def _probed(self) -> Sizes:
         """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.

@@ -74,11 +74,6 @@ class Terms:
         t_B = e_B / self.most_B
         return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
 
-    def free(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the part of the cost from leaves without units: (C, B)."""
-        of_units = self.propagated.at(e_B, grown, units_alone=True)
-        return self._of_remainders(e_B, grown) - nan_to_inf(0.5 * of_units.square())
-
     def _of_remainders(self, e_B: Tensor, grown: Grown) -> Tensor:
         of_units, (aside, others) = self.propagated.at(e_B, grown), self.besides(e_B, grown)
         total = of_units.square() + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
