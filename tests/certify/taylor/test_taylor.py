@@ -200,13 +200,13 @@ def test_a_stage_proves_what_that_of_image_proves() -> None:
 @pytest.mark.slow
 def test_an_answer_hangs_neither_on_the_batch_nor_on_earlier_questions() -> None:
     model = small_model("stem", 0)
-    x, y = labelled(model, 6, 2)
+    x, y = labelled(model, 3, 2)
     whole = Taylor(model, nonce="one").analyse(x, y)
     radius_B = radius_of(whole)
-    for share in (0.9, 1.0, 1.1):
+    for share in (0.9, 1.1):
         eps_B = share * radius_B
         found = whole.at(eps_B)
-        alone = [Taylor(model, nonce="one").analyse(x[[i]], y[[i]]).at(eps_B[[i]]) for i in range(6)]
+        alone = [Taylor(model, nonce="one").analyse(x[[i]], y[[i]]).at(eps_B[[i]]) for i in range(3)]
         torch.testing.assert_close(found.loss_B, torch.cat([one.loss_B for one in alone]), rtol=1e-6, atol=1e-9)
         assert torch.equal(found.certified_B, torch.cat([one.certified_B for one in alone]))
 
