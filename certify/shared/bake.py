@@ -73,7 +73,9 @@ class Model:
         tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
         logit_differences(self.served, self.exact, probes(images_BCHW), tolerance)
         prediction_B = self.served(images_BCHW.to(dtype)).argmax(-1)
-        return Clean(prediction_B, labels_B, margins_of(exact_BJ, labels_B), self.require_unchanged)
+        margin_BJ = margins_of(exact_BJ, labels_B)
+        correct_B = (margin_BJ.amin(-1) > 0) & (prediction_B == labels_B)
+        return Clean(prediction_B, labels_B, margin_BJ, correct_B, self.require_unchanged)
 
 
 def model_of(model: nn.Module | Model, types: Collection[torch.dtype] = SERVED) -> Model:
