@@ -35,8 +35,9 @@ ROOMS: dict[str, set[str]] = {
     "certify/adjoint": {"certify/shared"},
     "certify/image": {"certify/shared", "certify/adjoint"},
     "certify/taylor": {"certify/shared", "certify/adjoint", "certify/image"},
-    "certify/methods": _ORDERS,
     "certify/graph": {"certify/shared"},
+    "certify/linear": {"certify/shared", "certify/graph"},
+    "certify/methods": _ORDERS | {"certify/linear"},
     "certify/rows": set(),
     "certify/served.py": set(),  # published versions refer to it
     "certify/api.py": {"certify/shared", "certify/methods", "certify/graph"},
