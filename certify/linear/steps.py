@@ -171,8 +171,7 @@ class Pulled:
 
 def transposed(apply: Callable[..., Tensor], zeros: Sequence[Tensor]) -> Pull:
     """Return a -> J^T a of an affine map by autograd."""
-    _, pull = torch.func.vjp(apply, *zeros)
-    found: Pull = torch.func.vmap(pull)
+    found: Pull = torch.func.vmap(torch.func.vjp(apply, *zeros)[1])
     return found
 
 
