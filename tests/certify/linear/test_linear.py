@@ -188,6 +188,14 @@ def test_an_operation_without_bounds_is_refused() -> None:
         Linear(model).analyse(x, y)
 
 
+@pytest.mark.parametrize("act", [nn.CELU, nn.SELU, nn.Softplus, nn.PReLU])
+def test_an_activation_without_lines_is_refused(act: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), act(), nn.Linear(4, 3)).eval()
+    x, y = batch(model, 1, 0)
+    with pytest.raises(NoRule, match="linear bounds: "):
+        certify(model, x, y, 0.1, "linear")
+
+
 def test_a_box_without_a_finite_bound_is_unknown() -> None:
     model = small_model("standard", 2)
     x, y = batch(model, 2, 0)
