@@ -171,7 +171,8 @@ class Pulled:
 
 def transposed(apply: Callable[..., Tensor], zeros: Sequence[Tensor]) -> Pull:
     """Return a -> J^T a of an affine map by autograd."""
-    found: Pull = torch.func.vmap(torch.func.vjp(apply, *zeros)[1])
+    pull = torch.func.vjp(apply, *zeros)[1]
+    found: Pull = torch.func.vmap(pull)
     return found
 
 
