@@ -69,6 +69,12 @@ def gelu(program: Program, target: Any, x: Ref, approximate: str = "none") -> Re
     return program.add(Elementwise((x.number,), x.shape, known(nn.GELU())))
 
 
+def elu(program: Program, target: Any, x: Ref, alpha: float = 1.0, scale: float = 1.0, rate: float = 1.0) -> Ref:
+    if not scale == rate == 1:
+        raise Lacking("ELU with factors, such as CELU, has none")
+    return program.add(Elementwise((x.number,), x.shape, known(nn.ELU(alpha))))
+
+
 def clamp(program: Program, target: Any, x: Ref, low: Any = None, high: Any = None) -> Ref:
     if any(isinstance(end, Tensor | Ref) for end in (low, high)):
         raise Lacking("clamp with bounds that are tensors has none")

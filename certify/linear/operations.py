@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from certify.linear.functions import activation_rule, clamp, exp, gelu, reciprocal, rsqrt, square
+from certify.linear.functions import activation_rule, clamp, elu, exp, gelu, reciprocal, rsqrt, square
 from certify.linear.moves import OFTEN, ONCE, cat, moved, pad, repeated, reshaped, same, stack
 from certify.linear.products import Product
 from certify.linear.program import Lacking, Program, Ref, affine
@@ -246,7 +246,7 @@ def layer_norm(
 
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "leaky_relu": nn.LeakyReLU, "abs": Abs,
-    "hardtanh": nn.Hardtanh, "relu6": nn.ReLU6, "hardswish": nn.Hardswish, "hardsigmoid": nn.Hardsigmoid, "elu": nn.ELU,
+    "hardtanh": nn.Hardtanh, "relu6": nn.ReLU6, "hardswish": nn.Hardswish, "hardsigmoid": nn.Hardsigmoid,
 }  # fmt: skip
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape"), reshaped), **dict.fromkeys(ONCE, moved),
@@ -260,6 +260,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention, "softmax": softmax, "_softmax": softmax,
     "mean": mean, "sum": total, "avg_pool2d": average(F.avg_pool2d),
     "adaptive_avg_pool2d": average(F.adaptive_avg_pool2d), "_adaptive_avg_pool2d": average(F.adaptive_avg_pool2d),
-    "gelu": gelu, "clamp": clamp, "clamp_min": clamp, "clamp_max": lambda p, t, x, high: clamp(p, t, x, None, high),
+    "gelu": gelu, "elu": elu,
+    "clamp": clamp, "clamp_min": clamp, "clamp_max": lambda p, t, x, high: clamp(p, t, x, None, high),
     **{name: activation_rule(make) for name, make in ACTIVATIONS.items()},
 }  # fmt: skip

@@ -89,6 +89,9 @@ def program_of(model: nn.Module, shape: Shape) -> Program:
                 known[node] = _evaluated(program, OPERATIONS, node, known)
             except Lacking as lacking:
                 raise NoRule(model, f"linear bounds: {lacking} ({line_of(node)})") from None
+            except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError) as error:
+                why = " ".join(str(error).split())[:120]
+                raise NoRule(model, f"linear bounds: {node.target} has none in this form: {why}") from None
     result = known[graph.result]
     if not isinstance(result, Ref):
         raise NoRule(model, "linear bounds: the result does not depend on the image, or is not one tensor")

@@ -69,12 +69,11 @@ def batch(model: nn.Module, count: int, seed: int) -> tuple[Tensor, Tensor]:
 def test_no_ascent_beats_the_bound(name: str, norm: str) -> None:
     model = MODELS[name]()
     x, y = batch(model, 2, 0)
-    exact = bake(model)
+    exact, analysis = bake(model), certifier(model, "linear", None, norm, (x, y)).analyse(x, y)
     for eps in (0.3, 0.03) if norm == "l2" else (0.05, 0.004):
-        found = certify(model, x, y, eps, "linear", norm=norm)
-        least_B = -NORMS[norm](
-            margin_loss(exact, y), x.double(), torch.full((2,), eps, dtype=torch.float64), steps=20, starts=2
-        )
+        found = analysis.at(eps)
+        eps_B = torch.full((2,), eps, dtype=torch.float64)
+        least_B = -NORMS[norm](margin_loss(exact, y), x.double(), eps_B, steps=20, starts=2)
         assert (least_B >= found.margin_B - found.loss_B - 1e-12).all()
         assert (~found.certified_B | (least_B > 0)).all()
     assert found.certified_B.any() or name == "smooth"
@@ -149,15 +148,15 @@ def test_a_mlp_has_the_bounds_of_a_dense_oracle(seed: int, norm: str) -> None:
     x = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(seed)).double()
     with torch.no_grad():
         model[-1].bias[0] += 5  # the label is 0
-        for eps in (0.001, 0.02, 0.1):
-            analysis = certifier(model, "linear", None, norm, (x, torch.zeros(1, dtype=torch.long))).analyse(
-                x, torch.zeros(1, dtype=torch.long)
-            )
-            assert isinstance(analysis, LinearAnalysis)
+    y = torch.zeros(1, dtype=torch.long)
+    analysis = certifier(model, "linear", None, norm, (x, y)).analyse(x, y)
+    assert isinstance(analysis, LinearAnalysis)
+    for eps in (0.001, 0.02, 0.1):
+        with torch.no_grad():
             expected = slow_crown(model, x.flatten(), eps, 2 if norm == "l2" else 1)
-            loss_J = analysis._loss(torch.zeros(1, dtype=torch.long), torch.full((1,), eps, dtype=torch.float64))[0]
-            bound_J = analysis.clean.margin_BJ[0] - loss_J
-            torch.testing.assert_close(bound_J[1:], expected[1:], rtol=1e-9, atol=1e-9)
+            loss_J = analysis._loss(y, torch.full((1,), eps, dtype=torch.float64))[0]
+        bound_J = analysis.clean.margin_BJ[0] - loss_J
+        torch.testing.assert_close(bound_J[1:], expected[1:], rtol=1e-9, atol=1e-9)
 
 
 def test_offsets_that_cancel_are_rounding() -> None:
@@ -187,6 +186,14 @@ def test_an_operation_without_bounds_is_refused() -> None:
     x, y = batch(model, 1, 0)
     with pytest.raises(NoRule, match=r"linear bounds: linalg_vector_norm has none"):
         Linear(model).analyse(x, y)
+
+
+@pytest.mark.parametrize("act", [nn.CELU, nn.SELU, nn.Softplus, nn.PReLU])
+def test_an_activation_without_lines_is_refused(act: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), act(), nn.Linear(4, 3)).eval()
+    x, y = batch(model, 1, 0)
+    with pytest.raises(NoRule, match="linear bounds: "):
+        certify(model, x, y, 0.1, "linear")
 
 
 def test_a_box_without_a_finite_bound_is_unknown() -> None:
