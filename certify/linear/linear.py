@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from certify.linear.backward import Bounds, lowest
-from certify.linear.program import Program, program_of
+from certify.linear.capture import program_of
+from certify.linear.program import Program
 from certify.shared.bake import Model, model_of
 from certify.shared.ball import L2, Ball, known
 from certify.shared.certificate import Certificate, Clean, checked, decide, per_image, same_function
