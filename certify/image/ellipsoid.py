@@ -83,6 +83,22 @@ class Grown:
 
 
 @dataclass(frozen=True)
+class Before:
+    """What is known before a leaf at one e.
+
+    `total_B` is Theta, `theta` that of each earlier leaf, `theta_0_B` that of errors, and `sizes` bounds of |H| for
+    some leaves. `third` is what a subclass knows of earlier leaves.
+    """
+
+    e_B: Tensor
+    total_B: Tensor
+    theta: Sizes
+    theta_0_B: Tensor
+    sizes: Sizes
+    third: Sizes
+
+
+@dataclass(frozen=True)
 class Rest:
     """The bound of |r / W| of a leaf at the largest e.
 
@@ -118,16 +134,16 @@ class Ellipsoids:
         self._known, self._off = known, off
         self.budget, self.failure = budget(self.tape), PROBE_FAILURE  # `failure` is per image
         self.rounding = self._measured()
-        self._reaches = self._probed()
+        self.lengths_of = self._probed()
         if first is not None:
             length = first.lengths(self.tape, self.most_B, joint.noise.weights)
-            self._reaches[first.at] = torch.fmin(self._reaches[first.at], length)
+            self.lengths_of[first.at] = torch.fmin(self.lengths_of[first.at], length)
         self._norms = {} if self.budget.large else self._norms_of_sizes()
         self.rests = dict[int, Rest]()
 
-        def measured(at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
-            self.rests[at] = self._rest(at, total_B, sizes)
-            return self._theta(at, total_B, sizes)
+        def measured(at: int, known: Before) -> Tensor:
+            self.rests[at] = self._rest(at, known)
+            return self._theta(at, known)
 
         self.most = self._grow(self.most_B, measured)
 
@@ -149,15 +165,15 @@ class Ellipsoids:
 
     def _norms_of_sizes(self) -> Sizes:
         """Return ||M_i|| of leaves with an infinite reach; elsewhere the reaches of single coordinates are enough."""
-        return {at: self._norm(at) for at, length in self._reaches.items() if bool(torch.isinf(length).any())}
+        return {at: self._norm(at) for at, length in self.lengths_of.items() if bool(torch.isinf(length).any())}
 
     def at(self, eps_B: Tensor) -> Grown:
         """Return the bounds for eps <= the largest."""
         return self._grow(eps_B, self._theta)
 
-    def _grow(self, eps_B: Tensor, theta_of: Callable[[int, Tensor, Sizes], Tensor]) -> Grown:
+    def _grow(self, eps_B: Tensor, theta_of: Callable[[int, Before], Tensor]) -> Grown:
         """Compute the bounds node by node: the error at the end of a node depends on how far its input moves."""
-        before, theta, defects, sizes = Sizes(), Sizes(), list[Tensor](), self._known(eps_B)
+        before, theta, third, defects, sizes = Sizes(), Sizes(), Sizes(), list[Tensor](), self._known(eps_B)
         total_B, theta_0_B = (eps_B / self.most_B).square(), torch.zeros_like(self.most_B)
         for node, leaves in enumerate(self.tape.of_nodes):
             radius_B = product(self.rounding.sizes[leaves[0]], total_B.sqrt()) * OUT
@@ -166,16 +182,18 @@ class Ellipsoids:
             defects.append(self._off(node, radius_B))
             for at in leaves:
                 if at in self.tape.nonlinear:
-                    before[at], theta[at] = total_B, theta_of(at, total_B, sizes)
+                    known = Before(eps_B, total_B, dict(theta), theta_0_B, sizes, third)
+                    before[at], theta[at] = total_B, theta_of(at, known)
                     total_B = total_B + theta[at]
             square_B = nan_to_inf(defects[-1] / self.joint.noise.weights[leaves[-1]]).square() * OUT
             total_B, theta_0_B = total_B + square_B, theta_0_B + square_B
         return Grown(before, theta, sizes, defects, theta_0_B)
 
-    def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
+    def margins(self, g: Vectors, class_CB: Tensor, *, signed: bool = False) -> Margins:
         """Return the costs for the margins over these classes.
 
-        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves.
+        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves. Forms are those of `of_gradient`, or
+        the absolute ones of `signed`.
         """
         forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
         for at in self.tape.nonlinear:
@@ -183,7 +201,8 @@ class Ellipsoids:
             if leaf.forms is None or reach is None:
                 bounds[at] = leaf.remainder(g[at])
             else:
-                forms[at] = self.form_of(leaf.forms, g[at], reach)
+                of_leaf = leaf.forms
+                forms[at] = of_leaf.signed(g[at], reach).absolute if signed else of_leaf.of_gradient(g[at], reach)
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
@@ -191,10 +210,6 @@ class Ellipsoids:
         norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, constant, max(forms), bounds, forms, numbers)
-
-    def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:
-        """Return the form of a leaf for margins with these gradients at its output."""
-        return forms.of_gradient(g, reach)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """Bound what remainders can cost of the margins: (C, B)."""
@@ -252,22 +267,22 @@ class Ellipsoids:
         last = self.tape.nonlinear[-1]
         return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
 
-    def _theta(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
-        """Return theta of a leaf for Theta before it; the bound at the largest e holds below it, and shrinks."""
-        leaf, rest = self.tape.leaves[at], self.rests[at]
+    def _theta(self, at: int, known: Before) -> Tensor:
+        """Return theta of a leaf; the bound at the largest e holds below it, and shrinks."""
+        leaf, rest, sizes = self.tape.leaves[at], self.rests[at], known.sizes
         if leaf.forms is None or rest.reach is None or rest.form is None:
             weight_B = self.joint.weights[at].flatten(1).amin(1)
-            return nan_to_inf(leaf.beta(self._radius(at, total_B, sizes)) / weight_B).square()
-        square_B = nan_to_inf(product(rest.norm_B.square(), total_B))
+            return nan_to_inf(leaf.beta(self._radius(at, known.total_B, sizes)) / weight_B).square()
+        square_B = nan_to_inf(product(rest.norm_B.square(), known.total_B))
         if at in sizes:
             square_B = torch.fmin(square_B, product(rest.form.largest[0], sizes[at].square()))
-        return nan_to_inf(product(square_B, leaf.forms.shrink(self._reach(at, total_B, sizes), rest.reach)))
+        return nan_to_inf(product(square_B, leaf.forms.shrink(self._reach(at, known), rest.reach)))
 
-    def _rest(self, at: int, total_B: Tensor, sizes: Sizes) -> Rest:
+    def _rest(self, at: int, known: Before) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
             return Rest(self._norm(at), None, None)
-        reach = self._reach(at, total_B, sizes)
+        reach = self._reach(at, known)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
         norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
         return Rest(norm_B, reach, form)
@@ -282,14 +297,14 @@ class Ellipsoids:
         radius_B = product(self.rests[at].norm_B, total_B.sqrt())
         return torch.fmin(radius_B, sizes[at]) if at in sizes else radius_B
 
-    def _reach(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
+    def _reach(self, at: int, known: Before) -> Tensor:
         """Bound the functionals of a leaf's forms (B, ...)."""
-        forms, length = self.tape.leaves[at].forms, self._reaches[at]
+        forms, length, root_B = self.tape.leaves[at].forms, self.lengths_of[at], known.total_B.sqrt()
         assert forms is not None
-        reach = product(length, broadcast_batch(total_B.sqrt(), length.shape[1:]))
+        reach = product(length, broadcast_batch(root_B, length.shape[1:]))
         if at in self._norms:
-            reach = within(product(self._norms[at], total_B.sqrt()), forms, reach)
-        return within(sizes[at], forms, reach) if at in sizes else reach
+            reach = within(product(self._norms[at], root_B), forms, reach)
+        return within(known.sizes[at], forms, reach) if at in known.sizes else reach
 
     def seminorms(
         self,
@@ -326,7 +341,8 @@ class Ellipsoids:
         """Return upper bounds of lambda_max( sum_i (E A_i)^T C_i E A_i ) and 0, for forms of either sign: (C, B).
 
         `within` (C, B) is never below the norm of sum_i M_i^T |C_i| M_i. Rounding is at most ALLOWED times `shift`, and
-        hence times the largest eigenvalue of the shifted sum, unless all eigenvalues of the sum are negative.
+        hence times the largest eigenvalue of the shifted sum. Where negative eigenvalues are larger, `within` is the
+        answer.
         """
         size = self.joint.images[0].numel()
         self.failure += len(numbers) * lanczos.chance(size)
@@ -340,7 +356,7 @@ class Ellipsoids:
             return gram(pad(v, (0, rest)))[..., :size] + _repeated(shift, v) * v
 
         found = lanczos.norms(apply, start, allowed, self.budget.close).square() * OUT
-        return nan_to_inf((found - shift).clamp_min(0))
+        return torch.fmin(nan_to_inf((found - shift).clamp_min(0)), within)
 
     def _probed(self) -> Sizes:
         """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.

@@ -3,7 +3,7 @@
 Letters: B images, C vectors of each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,19 @@ class Joint:
         names = [IMAGE, *self.sources(last), *(NOISE for _ in self._ends(last))]
         parts = zip(names, self._sizes(last), strict=True)
         return torch.cat([self.ones_B.new_full((size,), float(name == source)) for name, size in parts])
+
+    def only(self, sources: Collection[int], last: int, like: Tensor) -> Scale:
+        """Return the scale (C, B, n) that keeps these parts of u, with C, B as in `like`.
+
+        The noise, of which rounding is measured, is always one of them.
+        """
+        mask = torch.stack([self.part(k, last) for k in {*sources, NOISE}]).amax(0)
+        return Scale(mask.expand(*like.shape, -1), torch.ones_like(like), torch.ones_like(like))
+
+    def piece(self, u: Tensor, source: int, last: int) -> Tensor:
+        """Return the part of u that belongs to a leaf: (C, B, ...)."""
+        pieces = u.split(self._sizes(last), -1)
+        return pieces[1 + self.sources(last).index(source)].unflatten(-1, self.tape.rooms[source])
 
     def push(self, u: Tensor, visit: Callable[[int, Tensor], None], last: int) -> None:
         """Call `visit` with H_i of every leaf up to `last`."""

@@ -9,7 +9,7 @@ which may be negative: as the reach shrinks, sum_h c'_h d_h^2 tends to minus the
 Letters as in zoo/bounds/elementwise.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ def hull(forms: UnitForms, reach: Tensor) -> tuple[Tensor, Tensor]:
     return around.s + around.lo, around.s + around.hi
 
 
+def kappa(forms: UnitForms, reach: Tensor) -> Tensor:
+    """Return the largest |2 R / d^2| within the reach."""
+    lo, hi = hull(forms, reach)
+    return torch.maximum(-lo, hi)
+
+
 @dataclass(frozen=True)
 class Curvature:
     """The second order of the margins of some rivals at one leaf: the coefficients c' (C, B, N, H) of its units."""
@@ -52,12 +58,14 @@ class Curvature:
         """The form with |c'|."""
         return self.forms.weighted(self.c.abs())
 
-    def with_share(self, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
-        """Return the form with c' + share |c'|, for shares (C, B); `absolute` bounds its size and rounding."""
-        c = self.c + broadcast_batch(share, self.c.shape[2:]) * self.c.abs()
-        more = (1 + share) * (1 + 8 * U)
-        return QuadraticForm(
-            lambda v: self.forms.units_T(c * self.forms.units(v)),
-            more * absolute.largest,
-            rounding=more * absolute.rounding,
-        )
+    def of_all(self, v: Tensor) -> Tensor:
+        """Return C v of all rivals, for v (M, B, *x): (C M, B, *x)."""
+        return self.forms.units_T((self.c[:, None] * self.forms.units(v)).flatten(0, 1))
+
+    def with_more(self, share: Tensor, more: Tensor | None) -> QuadraticForm:
+        """Return the form with c' + share |c'| + more, for shares (C, B)."""
+        whole = self.c + broadcast_batch(share, self.c.shape[2:]) * self.c.abs()
+        bound = self.c.abs() * broadcast_batch((1 + share) * (1 + 8 * U), self.c.shape[2:])
+        if more is not None:
+            whole, bound = whole + more, bound + more * (1 + 8 * U)
+        return replace(self.forms.weighted(bound), apply=lambda v: self.forms.units_T(whole * self.forms.units(v)))

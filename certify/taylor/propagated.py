@@ -22,15 +22,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Ellipsoids, Grown, least_square_sum
-from certify.image.joint import IMAGE, NOISE, Scale, Sizes
-from certify.taylor.forms import hull, smooth_units
+from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown, least_square_sum
+from certify.image.joint import IMAGE, Sizes
+from certify.taylor.forms import kappa, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 
-VECTORS = 256
+VECTORS = 1024  # for rivals; with 256 the rho are a quarter longer, and the bound twice as large
 TOGETHER = 16
 
 
@@ -48,56 +48,59 @@ class Propagated:
     others: tuple[int, ...]
     most_B: Tensor
 
-    def at(self, e_B: Tensor, grown: Grown, *, units_alone: bool = False) -> Tensor:
-        """Return the bound within e, or the part of it from units."""
+    def at(self, e_B: Tensor, grown: Grown | Before) -> Tensor:
+        """Return the bound within e."""
         of_units = self.image * (e_B / self.most_B)
         if self.before is not None:
-            of_units = of_units + self.before.at(e_B, grown, units_alone=units_alone)
-        if units_alone:
-            return of_units.square()
-        free_B = sum((grown.theta[k] for k in self.others), grown.theta_0_B)
-        return nan_to_inf((of_units.square() + product(self.rest, free_B.sqrt())) * OUT)
+            of_units = of_units + self.before.at(e_B, grown)
+        return nan_to_inf((of_units.square() + product(self.rest, self.free_B(grown).sqrt())) * OUT)
+
+    def free_B(self, grown: Grown | Before) -> Tensor:
+        """Return the square of the length of all other sources: (B,)."""
+        return sum((grown.theta[k] for k in self.others), grown.theta_0_B)
 
 
-def propagated(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor]) -> Propagated:
+def propagated(
+    ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor], vectors: int = VECTORS
+) -> Propagated:
     """Return the bound for coefficients c (C, B, N, H) >= 0 of the units of some leaves."""
     tape, joint = ellipsoids.tape, ellipsoids.joint
-    forms = {at: _units(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
+    forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
     sources = joint.sources(max(c))
     units = [k for k in sources if smooth_units(tape.leaves[k].forms) is not None]
     others = tuple(k for k in sources if k not in units)
     zero = torch.zeros_like(forms[max(c)].largest)
-    rest = _rest(ellipsoids, forms, others, word, numbers)
+    rest = aside(ellipsoids, forms, others, f"{word} others", numbers)
     if not units:
         return Propagated(zero, None, rest, others, joint.most_B)
-    rho = _lengths(ellipsoids, c, units, word)
-    curved = {k: 0.5 * _largest(ellipsoids, k) * rho[k] for k in units}
-    of_image = {k: _units(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
+    rho = _lengths(ellipsoids, c, units, word, vectors)
+    curved = {k: 0.5 * kappa_at(ellipsoids, k) * rho[k] for k in units}
+    of_image = {k: units_at(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
     image = ellipsoids.seminorms(
         of_image,
         f"{word} image",
         numbers,
         ellipsoids.budget.close,
-        _only(ellipsoids, (IMAGE, NOISE), max(curved), zero),
+        ellipsoids.joint.only((IMAGE,), max(curved), zero),
     )
-    return Propagated(image, propagated(ellipsoids, curved, f"{word} before", numbers), rest, others, joint.most_B)
+    before = propagated(ellipsoids, curved, f"{word} before", numbers, vectors)
+    return Propagated(image, before, rest, others, joint.most_B)
 
 
-def _units(ellipsoids: Ellipsoids, at: int) -> UnitForms:
+def units_at(ellipsoids: Ellipsoids, at: int) -> UnitForms:
     forms = smooth_units(ellipsoids.tape.leaves[at].forms)
     assert forms is not None
     return forms
 
 
-def _largest(ellipsoids: Ellipsoids, at: int) -> Tensor:
-    """Return kappa (B, N, H)."""
+def kappa_at(ellipsoids: Ellipsoids, at: int) -> Tensor:
+    """Return kappa of a leaf's units: (B, N, H)."""
     reach = ellipsoids.rests[at].reach
     assert reach is not None
-    lo, hi = hull(_units(ellipsoids, at), reach)
-    return torch.maximum(-lo, hi)
+    return kappa(units_at(ellipsoids, at), reach)
 
 
-def _rest(
+def aside(
     ellipsoids: Ellipsoids,
     forms: Mapping[int, QuadraticForm],
     others: tuple[int, ...],
@@ -108,37 +111,31 @@ def _rest(
     if not others:  # errors alone are small enough for a crude bound
         crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
         return nan_to_inf(torch.stack(crude).sum(0) * OUT)
-    scale = _only(ellipsoids, (*others, NOISE), max(forms), forms[max(forms)].largest)
-    return ellipsoids.seminorms(forms, f"{word} others", numbers, COARSE, scale)
+    scale = ellipsoids.joint.only(others, max(forms), forms[max(forms)].largest)
+    return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
 
 
 def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: list[Tensor]) -> Tensor:
     """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (C, B)."""
     last = max(forms)
-    parts = (*ellipsoids.joint.sources(last), NOISE)
-    return ellipsoids.seminorms(forms, word, numbers, COARSE, _only(ellipsoids, parts, last, forms[last].largest))
+    scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
+    return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
 
 
-def _only(ellipsoids: Ellipsoids, parts: tuple[int, ...], last: int, like: Tensor) -> Scale:
-    """Return the scale that keeps these parts of u; the noise, of which rounding is measured, is always one."""
-    mask = torch.stack([ellipsoids.joint.part(k, last) for k in parts]).amax(0)
-    return Scale(mask.expand(*like.shape, -1), torch.ones_like(like), torch.ones_like(like))
-
-
-def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str) -> Vectors:
-    """Return rho (C, B, N, H) of the units of some leaves."""
+def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str, vectors: int) -> Vectors:
+    """Return rho (C, B, N, H) of the units of some leaves, from so many random vectors."""
     tape, joint, rounding = ellipsoids.tape, ellipsoids.joint, ellipsoids.rounding
     roots = {at: of_leaf.sqrt() for at, of_leaf in c.items()}
     count, squares = sum(tape.rooms[k].numel() for k in units), Vectors()
     rivals = len(next(iter(c.values())))
     off2 = torch.zeros(rivals, len(joint.most_B)).to(joint.most_B)
-    for first in range(0, VECTORS, TOGETHER):
+    for first in range(0, vectors, TOGETHER):
         joining, lengths = Vectors(), Sizes()
         off = torch.zeros(TOGETHER, rivals, len(joint.most_B)).to(joint.most_B)
         for at, root in roots.items():
             room = torch.Size([TOGETHER, *root.shape[2:]])
             epsilon = ellipsoids.draw(room, f"{word} {at} {first}", joint.most_B[:, None]).movedim(1, 0)
-            forms = _units(ellipsoids, at)
+            forms = units_at(ellipsoids, at)
             joining[at] = forms.units_T((epsilon[:, None] * root).flatten(0, 1))
             length = torch.linalg.vector_norm(epsilon.flatten(2), dim=-1)[:, None] * root.flatten(2).amax(-1)
             share = gamma(forms.terms + 8) * forms.absolute
@@ -147,7 +144,7 @@ def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], 
         def visit(at: int, g: Tensor, lengths: Sizes = lengths) -> None:
             lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
 
-        _, seen = tape.pull(None, joining, units, visit)
+        _, seen = tape.pull(None, joining, units, visit, min(units))
         off = off + rounding.of_gradients(lengths).view(off.shape)
         off2 = off2 + off.square().sum(0)
         for k in units:
@@ -155,7 +152,7 @@ def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], 
             found = p.view(TOGETHER, rivals, *p.shape[1:]).square().sum(0)
             squares[k] = squares[k] + found if k in squares else found
     ellipsoids.failure += rivals * PROBE_FAILURE
-    share = least_square_sum(VECTORS, PROBE_FAILURE / count)
+    share = least_square_sum(vectors, PROBE_FAILURE / count)
     return {
         k: (found.sqrt() + broadcast_batch(off2.sqrt(), found.shape[2:]) / joint.weights[k]) * (OUT / share**0.5)
         for k, found in squares.items()

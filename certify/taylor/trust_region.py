@@ -3,11 +3,15 @@
 The input of leaf l changes by A_l G + b_l. With its form C of either sign and its absolute one |C|
 (docs/proofs.md#third-order), and any tau > 0,
 
-    <H, C H>  <=  <A_l G, (C + tau |C|) A_l G> + (1 + 1 / tau) <b_l, |C| b_l>,
+    <H, C H>  <=  <A_l G, (C + tau |C|) A_l G> + (1 + 1 / tau) <b_l, |C| b_l>.
 
-where propagated.py bounds the last term for hidden units, and the sources before a leaf for the others. What is left is
-a trust region problem on the image: for S = sum_l (E A_l)^T (C + tau |C|) E A_l, b = -E g_0, t = e / E, and every m
-above lambda_max(S),
+For hidden units this is split further: b = p + o, p of the remainders of earlier units and o of all others,
+
+    c' d^2  <=  (c' + tau |c'|) (A G)^2 + 2 c' A G p + c'+ b^2 + |c'| o^2 / tau,
+
+cross.py bounds the sum of the products by forms x d^2 of those earlier units, and propagated.py that of the b^2. What
+is left is a trust region problem on the image: for the sum S of all (E A_l)^T C E A_l, b = -E g_0, t = e / E, and every
+m above lambda_max(S),
 
     max { <b, u> + <u, S u> / 2 : |u| <= t }  <=  ( m t^2 + <b, (m - S)^-1 b> ) / 2.
 
@@ -17,24 +21,26 @@ Letters: B images, C rivals of each.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import Ellipsoids, Grown, Margins
+from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
+from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_units
-from certify.taylor.propagated import Propagated, free, propagated
+from certify.taylor.propagated import Propagated, aside, free, propagated, units_at
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
 SPARE = (0.01, 0.05, 0.2, 0.5)  # tried multiples of lambda_max above it
 STEEP = (1.0, 1.05, 1.15, 1.3, 1.6)  # m in units of |b| / t
-TAU = (0.05, 4.0)  # range of tau
+TAU = (0.01, 4.0)  # range of tau
+APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only errors and attention move, and behind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +48,9 @@ class Terms:
     """The terms of some rivals at the largest e, (C, B) each.
 
     `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
-    with rounding included. `others` is the norm of the forms of leaves without units, for what sources other than the
-    image add, and `last` their last leaf.
+    with rounding included. `propagated` bounds the b^2 of units, `aside` the o^2 for sources of length 1, and `others`
+    the norm of the forms of leaves without units, for what sources other than the image add; `last` is the last of
+    these leaves.
     """
 
     first: Tensor
@@ -53,6 +60,7 @@ class Terms:
     top: Tensor
     tau: Tensor
     propagated: Propagated
+    aside: Tensor
     others: Tensor
     last: int | None
     most_B: Tensor
@@ -66,23 +74,19 @@ class Terms:
         t_B = e_B / self.most_B
         return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
 
-    def free(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the part of the cost from leaves without units: (C, B)."""
-        return self._of_remainders(e_B, grown) - self._twice(self.propagated.at(e_B, grown, units_alone=True).square())
-
     def _of_remainders(self, e_B: Tensor, grown: Grown) -> Tensor:
-        return self._twice(self.propagated.at(e_B, grown).square() + self.free_2(e_B, grown))
+        of_units, (aside, others) = self.propagated.at(e_B, grown), self.besides(e_B, grown)
+        total = of_units.square() + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
+        return nan_to_inf(0.5 * total)
 
-    def free_2(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Bound sum <b, |C| b> over leaves without units: (C, B)."""
+    def besides(self, e_B: Tensor, grown: Grown) -> tuple[Tensor, Tensor]:
+        """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (C, B) each."""
+        aside = product(self.aside.square(), self.propagated.free_B(grown) * OUT)
         if self.last is None:
-            return torch.zeros_like(self.first)
+            return nan_to_inf(aside), torch.zeros_like(self.first)
         whole_B = grown.before[self.last]
         free_B = (whole_B - (e_B / self.most_B).square()).clamp_min(0) + 8 * U * whole_B
-        return nan_to_inf(product(self.others.square(), free_B * OUT))
-
-    def _twice(self, square: Tensor) -> Tensor:
-        return nan_to_inf(0.5 * (1 + 1 / self.tau) * square)
+        return nan_to_inf(aside), nan_to_inf(product(self.others.square(), free_B * OUT))
 
     def _quadratic(self, t_B: Tensor, spare: float, steep: float) -> Tensor:
         m = torch.maximum(self.top * (1 + spare), steep * self.length / t_B.clamp_min(1e-100))
@@ -92,16 +96,19 @@ class Terms:
         return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
-def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
+def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms:
     """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
 
-    None where no leaf has hidden units of a twice differentiable activation.
+    Some leaf has hidden units of a twice differentiable activation.
     """
     joint, numbers = ellipsoids.joint, list(margins.numbers)
     units = units_of(ellipsoids, margins, g)
-    if not units:
-        return None
     others = {at: form for at, form in margins.forms.items() if at not in units}
+    absolute = {at: curved.absolute for at, curved in units.items()}
+    crosses = crossed(ellipsoids, units, _rounded(ellipsoids, absolute, margins.norm.square()), "crossed")
+    squares = {at: curved.c.clamp_min(0) for at, curved in units.items()}
+    squares |= {at: squares[at] + (1 + 1 / apart) * x for at, (x, apart) in _apart(crosses).items()}
+    behind = propagated(ellipsoids, squares, "propagated", numbers)
     terms = Terms(
         first=first * joint.most_B,
         length=torch.linalg.vector_norm(g_0.flatten(2) * joint.most_B[:, None], dim=-1),
@@ -109,26 +116,32 @@ def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, 
         pulled=torch.zeros_like(first),
         top=torch.zeros_like(first),
         tau=torch.ones_like(first),
-        propagated=propagated(ellipsoids, {at: curved.c.abs() for at, curved in units.items()}, "propagated", numbers),
+        propagated=behind,
+        aside=aside(ellipsoids, absolute, behind.others, "aside", numbers),
         others=free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(first),
         last=max(others) if others else None,
         most_B=joint.most_B,
     )
-    return _with_quadratic(ellipsoids, margins, g, g_0, units, terms)
+    return _with_quadratic(ellipsoids, margins, g, g_0, Known(units, crosses), terms)
+
+
+@dataclass(frozen=True)
+class Known:
+    """The curvature c' of units, and the coefficients x of their cross terms."""
+
+    units: Mapping[int, Curvature]
+    crosses: Vectors
 
 
 def _with_quadratic(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, units: Mapping[int, Curvature], terms: Terms
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, known: Known, terms: Terms
 ) -> Terms:
     """Return the terms with tau and the quadratic part."""
     joint, last = ellipsoids.joint, margins.last
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
-    remainders = terms.propagated.at(joint.most_B, ellipsoids.most).square() + terms.free_2(
-        joint.most_B, ellipsoids.most
-    )
-    tau = _tau(ellipsoids, margins, b, remainders)
-    forms = forms_with_share(ellipsoids, margins, g, units, tau)
-    within = (1 + tau) * margins.norm.square() * OUT
+    tau = _tau(ellipsoids, margins, b, sum(terms.besides(joint.most_B, ellipsoids.most), torch.zeros_like(terms.first)))
+    forms = forms_with_share(ellipsoids, margins, g, known, tau)
+    within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, known.crosses, margins.numbers)) * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     off = _rounded(ellipsoids, forms, within) * terms.length
     return replace(
@@ -138,6 +151,19 @@ def _with_quadratic(
         top=ellipsoids.top(forms, "taylor", margins.numbers, within).clamp_min(1e-100),
         tau=tau,
     )
+
+
+def _apart(crosses: Vectors) -> dict[int, tuple[Tensor, float]]:
+    """Return the coefficients x of every leaf with the share by which their part of the image grows."""
+    return {at: (x, APART[at > min(crosses)]) for at, x in crosses.items()}
+
+
+def _norm_of(ellipsoids: Ellipsoids, crosses: Vectors, numbers: Sequence[Tensor]) -> Tensor | float:
+    """Bound the norm of the forms of cross terms on all of u: (C, B)."""
+    if not crosses:
+        return 0.0
+    forms = {at: units_at(ellipsoids, at).weighted((1 + apart) * x) for at, (x, apart) in _apart(crosses).items()}
+    return ellipsoids.seminorms(forms, "crosses", numbers, COARSE).square()
 
 
 def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
@@ -150,11 +176,14 @@ def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, 
 
 
 def forms_with_share(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, units: Mapping[int, Curvature], tau: Tensor
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, known: Known, tau: Tensor
 ) -> dict[int, QuadraticForm]:
-    """Return C + tau |C| of all leaves."""
+    """Return C + tau |C| of all leaves, with the forms of cross terms."""
+    crosses = {at: (1 + apart) * x for at, (x, apart) in _apart(known.crosses).items()}
     return {
-        at: units[at].with_share(form, tau) if at in units else _with_share(ellipsoids, at, g[at], form, tau)
+        at: known.units[at].with_more(tau, crosses.get(at))
+        if at in known.units
+        else _with_share(ellipsoids, at, g[at], form, tau)
         for at, form in margins.forms.items()
     }
 

@@ -70,6 +70,7 @@ class Tape:
         joining: Mapping[int, Tensor],
         kept: Collection[int],
         visit: Callable[[int, Tensor], None] | None = None,
+        end: int = -1,
     ) -> tuple[Tensor, Vectors]:
         """Pull vectors back: the transpose of `push`.
 
@@ -78,9 +79,10 @@ class Tape:
             joining: vectors that join at the inputs of leaves.
             kept: leaves at whose outputs the vector is kept.
             visit: called with the vector at the output of every leaf.
+            end: the leaf at whose output the pull ends; by default it goes on to the image.
 
         Returns:
-            The vector that arrives at the image, and those at the outputs of `kept`, where there is one.
+            The vector that arrives at the image or at `end`, and those at the outputs of `kept`, where there is one.
         """
         skips, seen = list[Tensor | None](), Vectors()
         for at in range(len(self._ops) - 1, -1, -1):
@@ -97,6 +99,8 @@ class Tape:
                         seen[at] = g
                     if visit is not None:
                         visit(at, g)
+                    if at == end:
+                        break
                     g = op.pull(g)
                 if at in joining:
                     g = _sum(g, joining[at])

@@ -252,7 +252,7 @@ def one_step(gram: lanczos.Map, start: Tensor, rounding: Tensor, close: float = 
 
 LENGTHS = "lengths that are too short"
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "theta forgotten": lambda patch: patch.setattr(Ellipsoids, "_theta", lambda self, at, total_B, sizes: 0 * total_B),
+    "theta forgotten": lambda patch: patch.setattr(Ellipsoids, "_theta", lambda self, at, known: 0 * known.total_B),
     "forms at the clean point": lambda patch: patch.setattr(
         Smooth, "chord", lambda self, z, reach: 0.01 * self.second(z).abs() * reach
     ),

@@ -1,0 +1,69 @@
+"""The product of what the image and what remainders do to a unit: third order, with signs.
+
+Let c' be the coefficients of units as in forms.py, and let A_h G + b_h be what unit h sees, b_h the effect of the
+remainders r_k of earlier units. Then, with linear functionals Y_k of the image,
+
+    sum_h c'_h (A_h G) b_h  =  sum_k <Y_k, G> r_k  <=  e sum_k |Y_k| |r_k|  <=  sum_k x_k d_k^2 / 2,   x = e |Y| kappa.
+
+This is a form of the units k, whereas (A_h G)^2 and b_h^2 one by one forget that the effects of a remainder on
+later units cancel in Y.
+
+A push of a Gaussian vector G and a pull give <Y_k, G> of all units: a few of them bound all |Y_k|, as in
+ellipsoid.py. Proof: docs/proofs.md#taylor.
+
+Letters: B images, C rivals of each, M vectors.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids, least_square_sum
+from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.propagated import TOGETHER, kappa_at
+from zoo.arithmetic import OUT, broadcast_batch, product
+from zoo.bounds.tape import Vectors
+
+VECTORS = 256
+
+
+def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor, word: str) -> Vectors:
+    """Return x (C, B, N, H) of all units that others follow, at the largest e.
+
+    `off` (C, B) bounds the error of torch's product with the forms of the units, for vectors of length 1.
+    """
+    joint, last = ellipsoids.joint, max(units)
+    before = [k for k in joint.sources(last) if smooth_units(ellipsoids.tape.leaves[k].forms) is not None]
+    if not before:
+        return Vectors()
+    squares, length2_B = Vectors(), torch.zeros_like(joint.most_B)
+    for first in range(0, VECTORS, TOGETHER):
+        room = torch.Size([TOGETHER, joint.images[0].numel()])
+        u = ellipsoids.draw(room, f"{word} {first}", joint.most_B[:, None]).movedim(1, 0)
+        length2_B = length2_B + u.square().sum((0, 2))
+        y = _pulled(ellipsoids, units, u)
+        for k in before:
+            found = joint.piece(y, k, last).unflatten(0, (-1, TOGETHER)).square().sum(1)
+            squares[k] = squares[k] + found if k in squares else found
+    ellipsoids.failure += len(off) * PROBE_FAILURE
+    count = sum(ellipsoids.tape.rooms[k].numel() for k in before)
+    share, far = least_square_sum(VECTORS, PROBE_FAILURE / count), product(off, length2_B.sqrt())
+    return {
+        k: product(kappa_at(ellipsoids, k), found.sqrt() + broadcast_batch(far, found.shape[2:]))
+        * (OUT / share**0.5 / joint.weights[k])
+        for k, found in squares.items()
+    }
+
+
+def _pulled(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], u: Tensor) -> Tensor:
+    """Return M^T C' M u for vectors u (M, B, n) of the image and all rivals: (C M, B, n)."""
+    joint, last, joining = ellipsoids.joint, max(units), Vectors()
+
+    def visit(at: int, v: Tensor) -> None:
+        if at in units:
+            joining[at] = units[at].of_all(v)
+
+    joint.push(pad(u, (0, joint.room(last) - u.shape[-1])), visit, last)
+    return joint.pull(joining, last)

@@ -1,0 +1,32 @@
+"""Sums of squares of bilinear forms of Gaussian vectors that are seldom small.
+
+For independent Gaussian vectors X, Y and any matrix H with |H|_F = 1,
+
+    E exp(-t <X, H Y>^2)  <=  L(t) = E (1 + 2 t x^2)^(-1/2),      x normal,
+
+the worst H being of rank one. So P[ sum_m <X_m, H Y_m>^2 <= s ] <= e^(t s) L(t)^M for M pairs and every t > 0. Proof:
+docs/proofs.md#pairs.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+STEP, END = 1e-4, 8.0  # of the sum that bounds L
+TAIL = 2e-15  # above P[|x| > END]
+TRIED = torch.logspace(-2, 2, 41, dtype=torch.float64).tolist()  # values of t; any are sound
+
+
+@cache
+def least_pair_sum(count: int, chance: float) -> float:
+    """Return s with P[sum_m <X_m, H Y_m>^2 <= s |H|_F^2] <= chance, for `count` pairs; 0 where none is known."""
+    x = torch.arange(0.0, END, STEP, dtype=torch.float64)
+    return max(0.0, *((math.log(chance) - count * math.log(_transform(t, x))) / t for t in TRIED)) * (1 - 1e-9)
+
+
+def _transform(t: float, x: Tensor) -> float:
+    """Bound L(t) from above: what is integrated falls with x."""
+    density = (2 / math.pi) ** 0.5 * torch.exp(-x.square() / 2)
+    return min(1.0, STEP * float((density * (1 + 2 * t * x.square()).rsqrt()).sum()) * (1 + 1e-9) + TAIL)

@@ -1,0 +1,49 @@
+"""Sums of squares of bilinear forms of Gaussian vectors: the worst form has rank one, and the quantile holds."""
+
+import math
+
+import pytest
+import torch
+
+from certify.taylor.quantiles import END, STEP, _transform, least_pair_sum
+from tests.tools.ascent import ascend
+
+GRID = torch.arange(0.0, END, STEP, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("t", [0.1, 1.0, 10.0])
+def test_ascent_over_singular_values_ends_at_rank_one(t: float) -> None:
+    """Maximise E exp(-t <X, H Y>^2) over |H|_F = 1. Given X it is E (1 + 2 t sum_i s_i^2 X_i^2)^(-1/2)."""
+    square = torch.randn(20000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).square()
+    one = (1 + 2 * t * square[:, 0]).rsqrt().mean()
+
+    def transform(s: torch.Tensor) -> torch.Tensor:
+        share = s.square() / s.square().sum(1, keepdim=True)
+        return (1 + 2 * t * share @ square.T).rsqrt().mean(1)
+
+    found = ascend(transform, torch.full((1, 4), 0.5, dtype=torch.float64), torch.full((1,), 1.0).double(), 60, 8)
+    assert found <= (1 + 2 * t * square).rsqrt().mean(0).max() * (1 + 1e-9)
+    assert abs(float(found - one)) < 0.02
+    assert one <= _transform(t, GRID) + 4 * one / 20000**0.5
+
+
+@pytest.mark.parametrize("t", [0.01, 0.3, 5.0, 100.0])
+def test_the_transform_is_bounded_closely(t: float) -> None:
+    """L(t) = (2 z / pi)^(1/2) e^z K_0(z) for z = 1 / (8 t)."""
+    z = torch.tensor(1 / (8 * t), dtype=torch.float64)
+    exact = float((2 * z / math.pi).sqrt() * torch.special.scaled_modified_bessel_k0(z))
+    assert exact <= _transform(t, GRID) <= exact + 1e-4
+
+
+@pytest.mark.parametrize(("count", "chance"), [(10, 0.2), (40, 0.05)])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_sums_are_seldom_below_the_quantile(count: int, chance: float, rank: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 20000, count, rank, generator=random, dtype=torch.float64)
+    sums = ((x * y).sum(-1).square() / rank).sum(1)
+    assert 0 < least_pair_sum(count, chance) < count
+    assert (sums <= least_pair_sum(count, chance)).double().mean() <= chance
+
+
+def test_too_few_pairs_say_nothing() -> None:
+    assert least_pair_sum(1, 1e-16) == 0.0

@@ -1,0 +1,194 @@
+"""Reaches of a linear part, second order and a rest: against ascent, and their parts against dense matrices."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from certify.taylor import reaches
+from certify.taylor.cross import crossed
+from certify.taylor.forms import kappa, smooth_units
+from certify.taylor.reaches import CloserEllipsoids
+from certify.taylor.taylor import TaylorStage
+from certify.taylor.trust_region import units_of
+from tests.tools.ascent import ascend
+from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import dense
+from tests.tools.taylor_stages import analysed, stage_of, taylor_of
+from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.tape import Vectors
+
+MORE = 1 + 1e-9
+
+
+def deep(seed: int, scale: float) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """Return a network of three layers of GELU units on 12 pixels, and two images of it."""
+    torch.manual_seed(seed)
+    layers = [layer for width in (10, 9, 8) for layer in (nn.LazyLinear(width), nn.GELU())]
+    net = nn.Sequential(nn.Flatten(), *layers, nn.LazyLinear(3)).double().eval()
+    x = torch.rand(2, 1, 3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        net(x)
+        for p in net.parameters():
+            p.copy_(torch.randn_like(p) * (scale / p.shape[1] ** 0.5 if p.ndim > 1 else 1.0))
+        return net, x, net(x).argmax(-1)
+
+
+def units_in(found: CloserEllipsoids) -> dict[int, UnitForms]:
+    forms = {at: smooth_units(found.tape.leaves[at].forms) for at in found.tape.nonlinear}
+    return {at: form for at, form in forms.items() if form is not None}
+
+
+def ellipsoids_of(stage: TaylorStage) -> CloserEllipsoids:
+    assert isinstance(stage.ellipsoids, CloserEllipsoids)
+    return stage.ellipsoids
+
+
+def exceeded(seed: int, scale: float, e: float) -> bool:
+    """Check if an image moves units beyond their reach, or off their second order by more than `third`."""
+    net, x, y = deep(seed, scale)
+    found = ellipsoids_of(stage_of(analysed(net, x, y), e))
+    beyond = []
+    for share in (1.0, 0.4):
+        e_B, known, third = share * found.most_B, Vectors(), Vectors()
+
+        def theta(at: int, before: reaches.Before, known: Vectors = known, third: Vectors = third) -> Tensor:
+            known[at] = found._reach(at, before)
+            theta_B = found._theta(at, before)
+            third.update(before.third)
+            return theta_B
+
+        found._grow(e_B, theta)
+        assert third
+        for number, (at, forms) in enumerate(units_in(found).items()):
+            move = moves(net, x, 2 + 2 * number)
+
+            def far(z: Tensor, move: Callable[[Tensor], Tensor] = move, reach: Tensor = known[at]) -> Tensor:
+                return (move(z).abs() / reach.flatten(1).repeat(len(z) // len(x), 1)).amax(1)
+
+            def off(
+                z: Tensor, move: Callable[[Tensor], Tensor] = move, at: int = at, forms: UnitForms = forms
+            ) -> Tensor:
+                return third_of(found, forms, at, z, x, move(z))
+
+            beyond.append(bool((ascend(far, x, e_B, 60, 6) > MORE).any()))
+            if at in third:
+                beyond.append(bool((ascend(off, x, e_B, 60, 6) > third[at] * MORE + 1e-20).any()))
+    return any(beyond)
+
+
+def moves(net: nn.Sequential, x: Tensor, layers: int) -> Callable[[Tensor], Tensor]:
+    """Return the change of what the first layers compute."""
+    return lambda z: net[:layers](z) - net[:layers](x).repeat(len(z) // len(x), 1)
+
+
+def third_of(found: CloserEllipsoids, forms: UnitForms, at: int, z: Tensor, x: Tensor, d: Tensor) -> Tensor:
+    """Return |t / W|^2 of a leaf for images z: what its remainders have beyond their second order."""
+    many, linear = len(z) // len(x), Vectors()
+    found.tape.push(z.view(many, *x.shape) - x, lambda k, v: linear.update({k: v}), at)
+    clean, d = forms.z_BNH.flatten(1), d.view(many, len(x), -1)
+    slope, second = forms.activation.slope(clean), forms.activation.second(clean)  # type: ignore[attr-defined]
+    gelu = nn.functional.gelu
+    r = gelu(clean + d) - gelu(clean) - slope * d
+    t = r - 0.5 * second * forms.units(linear[at]).flatten(2).square()
+    return (t / found.joint.weights[at].flatten(1)).square().sum(-1).flatten()
+
+
+SIZES = [(0, 0.8, 0.3), (1, 2.0, 0.1), (2, 0.5, 1.5)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *SIZES,
+        *(pytest.param((k, s, e), marks=pytest.mark.slow) for k in range(3, 23) for s, e in ((0.7, 0.7), (2.5, 0.15))),
+    ],
+)
+def test_ascent_moves_no_unit_beyond_its_reach(case: tuple[int, float, float]) -> None:
+    assert not exceeded(*case)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "pairs too short": lambda patch: patch.setattr(reaches, "least_square_sum", lambda *_: 1e4),
+    "third order forgotten": lambda patch: patch.setattr(
+        CloserEllipsoids, "_third", lambda self, at, known: 1e-6 * known.total_B
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen_by_ascent(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault](monkeypatch)
+    assert exceeded(0, 1.5, 0.4)
+
+
+@pytest.mark.parametrize("parts", mostly_slow(("standard", "stem", "smooth"), "stem"))
+def test_both_orders_are_those_of_dense_maps(parts: str) -> None:
+    """They are never below the exact ones, for functionals of every kind of leaf, and not far above."""
+    _, analysis = taylor_of(parts, count=1)
+    found = ellipsoids_of(stage_of(analysis, 0.2))
+    orders, units, joint = found._orders, units_in(found), found.joint
+    assert orders is not None
+    last, size = max(orders.first), analysis.images[0].numel()
+    formed = {at: form for at in orders.first if (form := found.tape.leaves[at].forms) is not None}
+    eye, moved, squares = torch.eye(joint.room(last), dtype=torch.float64)[:size, None], Vectors(), Vectors()
+    joint.push(eye, lambda at, v: moved.update({at: units[at].units(v)} if at in units else {}), last)
+    joint.push(eye, lambda at, v: squares.update({at: formed[at].squares(v)} if at in formed else {}), last)
+    for at, square in squares.items():
+        close(orders.first[at], square.sqrt(), 1.5)
+    total = Vectors()
+    for pixel in range(size):
+
+        def bent(at: int, v: Tensor, pixel: int = pixel) -> Tensor | None:
+            if at in formed:
+                total[at] = total.get(at, 0.0) + formed[at].squares(v)
+            if at not in units:
+                return None
+            second = units[at].activation.second(units[at].z_BNH)  # type: ignore[attr-defined]
+            return found.tape.spread(second * moved[at] * moved[at][pixel], at)
+
+        found.tape.push(torch.zeros(size, *analysis.images.shape, dtype=torch.float64), bent, last)
+    for at, square in total.items():
+        close(orders.second[at], 0.5 * square.sqrt(), 3.0)
+    assert max(float(square.max()) for square in total.values()) > 0
+
+
+def close(bound: Tensor, exact: Tensor, times: float) -> None:
+    finite = torch.isfinite(exact)
+    assert (bound >= exact * (1 - 1e-9))[finite].all()
+    assert (bound <= times * exact + 1e-6 * exact[finite].max() + 1e-100)[finite].all()
+
+
+@pytest.mark.parametrize("parts", mostly_slow(("standard", "stem", "smooth"), "stem"))
+def test_ascent_finds_no_larger_product_than_its_form(parts: str) -> None:
+    """Maximise the sum of c' (A G) (J r), less that of x d^2 / 2, over G, d and the signs of r."""
+    _, analysis = taylor_of(parts, count=1)
+    stage = stage_of(analysis, 0.2)
+    found, formed = ellipsoids_of(stage), stage._formed_of(stage.here.rivals_BR[:, :1].mT)
+    units = units_of(found, formed.margins, stage.here.gradients(formed.class_CB).leaves)
+    x, last = crossed(found, units, torch.zeros_like(formed.first), "test"), max(units)
+    maps, size = dense(found.joint, last), analysis.images[0].numel()
+    for k, bound in x.items():
+        reach = found.rests[k].reach
+        assert reach is not None
+        y = sum((between(found, units[at].forms, units[at].c, at, maps, k) for at in units if at > k), torch.zeros(()))
+        weight = kappa(units[k].forms, reach).flatten()[:, None]
+
+        def excess(g: Tensor, y: Tensor = y, weight: Tensor = weight, bound: Tensor = bound) -> Tensor:
+            return (weight * (y @ g.T).abs() / bound.flatten()[:, None]).amax(0)
+
+        assert ascend(excess, torch.zeros(1, size).double(), torch.ones(1).double(), 60, 8) <= MORE
+        exact = weight[:, 0] * y.norm(dim=1)
+        assert (bound.flatten() >= exact * (1 - 1e-9)).all()
+        assert (bound.flatten() <= 2 * exact + 1e-9 * exact.max()).all()
+    assert x
+
+
+def between(found: CloserEllipsoids, forms: UnitForms, c: Tensor, at: int, maps: Vectors, k: int) -> Tensor:
+    """Return E Y of the units of leaf k, for the coefficients of leaf `at` alone."""
+    room, size = found.tape.leaves[at], found.joint.images[0].numel()
+    columns = maps[at][0].mT.unflatten(-1, room.pull(room.y[None])[0].shape[1:])[:, None]
+    d = forms.units(columns).flatten(1)
+    part = found.joint.part(k, at).bool()
+    return (d[part] * c[0].flatten()) @ d[:size].mT / found.joint.weights[k].flatten()[:, None]
