@@ -33,7 +33,7 @@ def list_models(args: argparse.Namespace) -> None:
     """Print a table of the models."""
     names = overview.matching(args.pattern)
     progress = track(names, "measuring", console=Console(stderr=True, markup=False), transient=True)
-    rows = [overview.summarize(name) for name in progress]
+    rows = list(map(overview.summarize, progress) if args.measure else map(overview.summary, names))
     if args.format == "table":
         _console().print(overview.table(rows))
         return
@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="table of all models (the default command)")
     listing.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="such as 'l2_*'")
     listing.add_argument("--format", choices=("table", "csv", "json"), default="table")
+    listing.add_argument("--measure", action="store_true", help="build each model instead of reading stored figures")
     listing.set_defaults(action=list_models)
     showing = commands.add_parser("show", help="options, layers and rules of one model")
     showing.add_argument("name", metavar="NAME")

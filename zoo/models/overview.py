@@ -6,12 +6,15 @@ tried on the same parts at a tiny size.
 Letters: B images, C channels, H x W pixels.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from zoo.models.catalog import Options
 from zoo.models.factory import attention_name, create_model, list_models, model_options
 from zoo.weights.table import entries
 
+MEASURED = Path(__file__).with_name("summaries.json")
 NUMBERS = ("M parameters", "GMACs", "tokens")
 COLUMNS = ("name", "attention", "backbone", *NUMBERS, "image", "lofast", "adjoint", "weights")
 COUNTED = (
@@ -74,6 +78,9 @@ class ModelSummary:
         return found
 
 
+FIELDS = {field.name for field in fields(ModelSummary)}
+
+
 def summarize(name: str, **overrides: Any) -> ModelSummary:
     """Summarise one model for `python -m zoo`. Raises UserError as `create_model` does."""
     options = model_options(name, **overrides)
@@ -90,8 +97,33 @@ def summarize(name: str, **overrides: Any) -> ModelSummary:
         image="x".join(str(n) for n in (options["in_chans"], options["img_size"], options["img_size"])),
         lofast=lofast_refusal(name, **overrides),
         adjoint=rules_refusal(name, "adjoint", **overrides),
-        weights=published[name].headline if name in (published := entries()) else "",
+        weights=_headline(name),
     )
+
+
+def _headline(name: str) -> str:
+    published = entries()
+    return published[name].headline if name in published else ""
+
+
+def summary(name: str) -> ModelSummary:
+    """Return the summary of a model of the catalogue from summaries.json, or measure one that the file lacks.
+
+    Measuring all of them takes minutes. The file is the output of `python -m zoo --measure --format json`.
+    """
+    found = _measured().get(name)
+    if found is None:
+        return summarize(name)
+    return replace(found, weights=_headline(name))
+
+
+@cache
+def _measured() -> dict[str, ModelSummary]:
+    return {record["name"]: _summary_of(record) for record in json.loads(MEASURED.read_text())}
+
+
+def _summary_of(record: dict[str, Any]) -> ModelSummary:
+    return ModelSummary(**{key: record.get(f"{key}_reason", value) for key, value in record.items() if key in FIELDS})
 
 
 def matching(pattern: str) -> list[str]:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from certizoo import UserError
+from tests.tools.cases import mostly_slow
+from zoo import list_models
 from zoo.__main__ import main
 from zoo.models import overview
 
@@ -58,6 +60,17 @@ def test_trying_rules_leaves_the_random_stream_alone() -> None:
     torch.manual_seed(3)
     overview.lofast_refusal("dp_vit_ti")
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_every_stored_summary_is_of_a_model() -> None:
+    assert {record["name"] for record in json.loads(overview.MEASURED.read_text())} <= set(list_models())
+
+
+@pytest.mark.parametrize("name", mostly_slow(list_models(), "dp_vit_ti", "lofast_vit_c10"))
+def test_stored_figures_are_those_of_the_code(name: str) -> None:
+    """If not, run `python -m zoo --measure --format json > summaries.json` and move the file to zoo/models."""
+    assert name in {record["name"] for record in json.loads(overview.MEASURED.read_text())}
+    assert overview.summary(name) == overview.summarize(name)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
