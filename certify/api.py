@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.graph.model import with_rules
-from certify.methods import AUTO, METHODS, NAMES, named
+from certify.methods import AUTO, NAMES, chosen
 from certify.shared.bake import Model
 from certify.shared.ball import L2, known
 from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of
@@ -19,7 +19,6 @@ from certizoo import UserError
 from certizoo.inputs import batch_given, require_numbers, require_radius
 from certizoo.nearest import unknown
 from certizoo.text import shown
-from zoo.bounds.rule_table import NoRule
 
 MAX_EPS = 2.0**10  # far above the diameter of any image's box, in either norm
 TOLERANCE = 2.0**-9  # relative precision of a radius
@@ -59,6 +58,13 @@ def certifier(
 
     Raises UserError for an unknown method or norm, and NoRule for an uncertifiable model.
     """
+    return named_certifier(model, method, nonce, norm, batch)[1]
+
+
+def named_certifier(
+    model: nn.Module, method: str, nonce: str | None, norm: str, batch: tuple[Tensor, Tensor] | None
+) -> tuple[str, Certifier]:
+    """Return the certifier of `certifier`, and its name in METHODS."""
     if not isinstance(method, str) or method not in NAMES:
         raise unknown("certification method", shown(method), NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
@@ -67,13 +73,7 @@ def certifier(
     if batch is not None:
         images, labels = batch_given(*batch)
         given, shape = with_rules(model, images, labels), tuple(images.shape[1:])
-    name = named(method, model, shape)
-    try:
-        return METHODS[name](given, nonce, norm)
-    except NoRule:
-        if method != AUTO or name == "lofast":
-            raise
-        return METHODS["lofast"](given, nonce, norm)  # a layer without a second order
+    return chosen(method, given, nonce, norm, shape)
 
 
 @outside_inference_mode

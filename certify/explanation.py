@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from certify.adjoint.adjoint import Adjoint
 from certify.api import outside_inference_mode, radius_of
 from certify.graph.model import NotCaptured, with_rules
+from certify.methods import AUTO, choices
 from certify.methods.lofast import LoFAST
 from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
@@ -68,6 +69,7 @@ class Explanation:
     quantity: str
     radius_B: Tensor
     methods: tuple[str, ...] = ()  # all that take it
+    auto: str = ""  # the one that `auto` means
     seconds: float = 0.0
     memory: int = 0
 
@@ -91,7 +93,7 @@ class Explanation:
         radii = f"median {float(self.radius_B.median()):.3g}, largest {float(self.radius_B.max()):.3g}"
         found = f"accepted by {self.method}; certified L2 radii of {len(self.radius_B)} images: {radii}"
         cost = f"{self.seconds:.2g} s of processor time an image, {self.memory} MiB at most"
-        return f"{found}\n{cost}; methods: {', '.join(self.methods)}"
+        return f"{found}\n{cost}; methods: {', '.join(self.methods)}; auto is {self.auto}"
 
 
 def _number(value: float | None) -> str:
@@ -131,7 +133,8 @@ def explain(
     breakdown = analysis.breakdown(torch.where(radius_B > 0, radius_B, SMALL))
     rows = tuple(_rows(made, images_BCHW, breakdown, second))
     methods = FIRST if second else (*FIRST, *SECOND)
-    return Explanation(rows, method, breakdown.quantity, radius_B, methods, seconds, memory)
+    auto = next(name for name in choices(AUTO, given, tuple(images_BCHW.shape[1:])) if name in methods)
+    return Explanation(rows, method, breakdown.quantity, radius_B, methods, auto, seconds, memory)
 
 
 def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:

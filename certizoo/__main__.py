@@ -13,6 +13,7 @@ from pathlib import Path
 
 from certizoo import UserError, __version__
 from certizoo.errors import one_line_errors
+from certizoo.extras import advice
 from certizoo.nearest import unknown
 
 # command -> its module and description
@@ -26,6 +27,8 @@ COMMANDS = {
     "doctor": ("trainers.doctor", "check what this machine can train"),
     "reshape": ("trainers.reshape", "convert a run to another number of ranks"),
 }
+# command -> a library of the extra that it needs; the others name what they miss when they use it
+NEEDS = {"doctor": "deepspeed", "registry": "mlflow", "reshape": "deepspeed", "tune": "ray"}
 TRAIN = "train"
 SCRIPTS = ("adv_train", "std_train", "constrain")  # of trainers/; the first is the default
 LAUNCHER = "deepspeed.launcher.runner"  # the module of the command `deepspeed`
@@ -45,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.execv(command[0], command)
     elif words[0] not in COMMANDS:
         raise unknown("command", words[0], [TRAIN, *COMMANDS])
+    elif find_spec(NEEDS.get(words[0], "certizoo")) is None:
+        raise UserError(f"{words[0]} needs {NEEDS[words[0]]}, which is not installed here; {advice(NEEDS[words[0]])}")
     else:
         sys.argv = [f"certizoo {words[0]}", *words[1:]]
         runpy.run_module(COMMANDS[words[0]][0], run_name="__main__", alter_sys=True)
@@ -67,7 +72,7 @@ def launcher(words: Sequence[str]) -> list[str]:
     name = rest.pop(0) if rest and rest[0] in SCRIPTS else SCRIPTS[0]
     package = find_spec("trainers")
     if package is None or not package.submodule_search_locations or find_spec("deepspeed") is None:
-        raise UserError("training needs deepspeed, which is not installed here; pip install certizoo")
+        raise UserError(f"training needs deepspeed, which is not installed here; {advice('deepspeed')}")
     script = Path(next(iter(package.submodule_search_locations))) / f"{name}.py"
     return [sys.executable, "-m", LAUNCHER, *flags, str(script), *rest]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
+from certizoo.extras import EXTRAS, advice
 from certizoo.text import plain
 
 P = ParamSpec("P")
@@ -31,8 +32,8 @@ class UserError(Exception):
 def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
     """Decorate an entry point: print a `UserError` as one line on stderr and exit with status 2.
 
-    The same holds for a file that the system refuses. The program ends quietly if its reader has closed the pipe
-    (`... | head`).
+    The same holds for a file that the system refuses, and for a library of an extra that is not installed. The program
+    ends quietly if its reader has closed the pipe (`... | head`).
     """
 
     @wraps(main)
@@ -41,6 +42,11 @@ def one_line_errors(main: Callable[P, R]) -> Callable[P, R]:
             return main(*args, **kwargs)
         except UserError as error:
             _exit(error)
+        except ModuleNotFoundError as error:
+            library = (error.name or "").partition(".")[0]
+            if library not in EXTRAS:
+                raise
+            _exit(UserError(f"this needs {library}, which is not installed; {advice(library)}"))
         except BrokenPipeError:
             if not _reader_has_left():
                 raise

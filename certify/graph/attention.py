@@ -8,7 +8,7 @@ is read off the index of each: which row of which linear layer, of which token, 
 Letters: H heads, N tokens, D width, O = D / H.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from certify.graph.export import BATCH
 from certify.graph.values import Node, Product, Unmapped, Value, step
 from zoo.attention.dot_product import DotProductAttention
+from zoo.attention.masked import MaskedAttention
 from zoo.primitives.diagonal import Diagonal
 from zoo.primitives.moves import Move
 
@@ -42,13 +43,16 @@ def attended(
     enable_gqa: bool = False,
 ) -> Value:
     """Return attention of q, k, v (batch, heads, tokens, width); `scale` is 1 / sqrt(width) unless given."""
-    if isinstance(mask, Tensor) and bool(mask.all() if mask.dtype is torch.bool else (mask == 0).all()):
-        mask = None  # it leaves every key in, with nothing added
-    if mask is not None or causal or dropout or enable_gqa:
-        raise Unmapped("attention with a mask, a bias, dropout or grouped queries")
+    if isinstance(mask, Value | Product):
+        raise Unmapped("attention with a mask that depends on the image")
+    if dropout or enable_gqa:
+        raise Unmapped("attention with dropout or grouped queries")
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2]).tril().bool()
     if len(q.shape) == 3:  # one head
         q, k, v = (Value(x.node, x.index.unsqueeze(1), x.constant) for x in (q, k, v))
-        y = attended(q, k, v, scale=scale)
+        mask = mask.unsqueeze(-3) if isinstance(mask, Tensor) and mask.ndim > 1 else mask
+        y = attended(q, k, v, mask, scale=scale)
         return Value(y.node, y.index.squeeze(1))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     parts = [projection(value, what) for value, what in ((q, "queries"), (k, "keys"), (v, "values"))]
@@ -67,9 +71,29 @@ def attended(
         module.qkv.weight.copy_(torch.cat([part.weight.flatten(0, 1) for part in parts]))
         module.qkv.bias.copy_(torch.cat([part.bias.flatten() for part in parts]))
         module.proj.weight.copy_(torch.eye(dim))
-    node = step(module, source, source.shape, "attention")
+    masked = _masked(module, _mask(mask, (BATCH, heads, source.shape[0], source.shape[0])))
+    node = step(masked, source, source.shape, "attention")
     rows = torch.arange(BATCH * node.numel).view(BATCH, source.shape[0], heads, width)
     return Value(node, rows.transpose(1, 2))
+
+
+def _mask(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return what is added to the scores, (1 or heads, tokens, tokens); None if nothing is."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask.cpu(), -torch.inf)
+    whole = mask.detach().double().cpu().expand(shape)
+    if not bool((whole == whole[:1]).all()):
+        raise Unmapped("attention with a mask that differs from image to image")
+    if not bool((whole != -torch.inf).any(-1).all()) or bool((whole.isnan() | (whole == torch.inf)).any()):
+        raise Unmapped("attention with a mask that leaves a query no key, or with NaN or infinity in it")
+    found = whole[0, :1] if bool((whole == whole[:, :1]).all()) else whole[0]
+    return None if not bool(found.any()) else found
+
+
+def _masked(module: DotProductAttention, mask: Tensor | None) -> nn.Module:
+    return module if mask is None else MaskedAttention(module, mask)
 
 
 def projection(value: Value, what: str) -> Projection:
@@ -104,7 +128,8 @@ def merged_projection(source: Node, module: nn.Linear) -> Node | None:
         rows = node.module.index.view(node.shape) - torch.arange(node.shape[0])[:, None] * node.shape[1]
         if bool((rows == rows[:1]).all()) and torch.equal(rows[0].sort().values, columns):
             node, columns = node.inputs[0], rows[0]
-    found = node.module
+    around = node.module
+    found = around.content if isinstance(around, MaskedAttention) else around
     if (
         not isinstance(found, DotProductAttention)
         or found.proj.bias is not None
@@ -121,7 +146,8 @@ def merged_projection(source: Node, module: nn.Linear) -> Node | None:
         joint.proj.weight[:, columns] = module.weight
         if module.bias is not None:
             joint.proj.bias.copy_(module.bias)
-    return step(joint, node.inputs[0], node.shape, "attention")
+    mask = around.mask() if isinstance(around, MaskedAttention) else None
+    return step(_masked(joint, mask), node.inputs[0], node.shape, "attention")
 
 
 # attention by two products --------------------------------------------------------------------------------------------
@@ -130,21 +156,35 @@ def merged_projection(source: Node, module: nn.Linear) -> Node | None:
 def product(x: Any, y: Any) -> Any:
     """Return scores q k^T, or attention from their softmax and the values."""
     if isinstance(x, Product) and x.softmax and isinstance(y, Value):
-        return attended(x.query, x.key, y, scale=x.scale)
+        return attended(x.query, x.key, y, x.mask, scale=x.scale)
     if isinstance(x, Value) and isinstance(y, Value):
         return Product(x, Value(y.node, y.index.transpose(-2, -1), y.constant))
     raise Unmapped("a product of two results of the image that is not attention")
 
 
-def softmax(x: Any, dim: int, *_: Any) -> Product:
-    """Return the softmax of scores; any other softmax has no rule."""
-    if not isinstance(x, Product) or x.softmax or dim not in (-1, len(x.query.shape) - 1):
-        raise Unmapped("a softmax outside attention; a certificate is about logits, so leave out the last softmax")
-    return Product(x.query, x.key, x.scale, softmax=True)
+def softmax(x: Product, dim: int) -> Product:
+    """Return the softmax of scores."""
+    if x.softmax or dim not in (-1, len(x.query.shape) - 1):
+        raise Unmapped("a softmax of scores over anything but the keys")
+    return replace(x, softmax=True)
 
 
 def rescaled(x: Product, factor: float) -> Product:
     """Return scores times a number."""
+    if x.softmax or x.mask is not None:
+        raise Unmapped("a factor of attention's weights, or of scores behind their mask")
+    return replace(x, scale=x.scale * factor)
+
+
+def shifted(x: Product, mask: Tensor) -> Product:
+    """Return scores plus constants; -inf leaves a key out."""
     if x.softmax:
-        raise Unmapped("a factor of attention's weights")
-    return Product(x.query, x.key, x.scale * factor)
+        raise Unmapped("attention with something added to its weights")
+    return replace(x, mask=mask if x.mask is None else x.mask + mask)
+
+
+def without(x: Product, left_out: Tensor, value: Any) -> Product:
+    """Return scores that are -inf where `left_out` says so."""
+    if float(value) != -torch.inf:
+        raise Unmapped(f"attention with scores set to {float(value):g}; use -inf, which leaves a key out")
+    return shifted(x, torch.zeros(left_out.shape).double().masked_fill(left_out.cpu(), -torch.inf))

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from certify.graph.attention import rescaled
+from certify.graph.attention import rescaled, shifted, without
 from certify.graph.export import BATCH, Graph, line_of, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
+from certify.graph.rowwise import ROWWISE, Lengths, of_lengths
 from certify.graph.values import LogProbabilities, Node, Product, Unmapped, Value, materialised, step
 from zoo.bounds.rule_table import NOTHING, NoRule, refuse_altered, refuse_unknown, rules_of
 
+KNOWN = OPERATIONS | ROWWISE
 SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 NO_RULE = "this operation has no rule"
 ALIKE = 1e-9  # a module and its part of the graph, in float64
@@ -65,8 +67,11 @@ class Walk:
         end = end.logits if isinstance(end, LogProbabilities) else end
         if isinstance(end, Tensor):
             self.faults.append(Fault("output", "the result does not depend on the image", line_of(self.graph.result)))
-        if isinstance(end, Product):
-            self.faults.append(Fault("output", "the result is a product of two results", line_of(self.graph.result)))
+        if isinstance(end, Product | Lengths):
+            self.faults.append(Fault("output", "the result is part of another operation", line_of(self.graph.result)))
+        if isinstance(end, Value) and isinstance(end.node.module, nn.Softmax):
+            advice = "a certificate is about logits; leave out the last softmax"
+            self.faults.append(Fault("softmax", advice, line_of(self.graph.result)))
         return end if isinstance(end, Value) and not self.faults else None
 
     def _guarded(self, node: fx.Node, whole: "Whole | None") -> Any:
@@ -75,7 +80,7 @@ class Walk:
         name = _name(node)
         if any(isinstance(operand, Missing) for operand in operands):
             both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
-            if name not in (*OPERATIONS, *MOVES, *SKIPPED, "getitem") or (both and name == "div"):
+            if name not in (*KNOWN, *MOVES, *SKIPPED, "getitem") or (both and name == "div"):
                 self.faults.append(Fault(name, NO_RULE, line_of(node)))
             return Missing()
         try:
@@ -98,15 +103,17 @@ class Walk:
             return None
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if not any(isinstance(operand, Value | Product | LogProbabilities) for operand in operands):
+        if not any(isinstance(operand, Value | Product | Lengths | LogProbabilities) for operand in operands):
             return self._constant(node, args, kwargs)
         _require_float64(node)
         if any(isinstance(operand, LogProbabilities) for operand in operands):
             raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
         if any(isinstance(operand, Product) for operand in operands):
             return _of_product(name, args, kwargs)
-        if name in OPERATIONS:
-            return OPERATIONS[name](*args, **kwargs)
+        if any(isinstance(operand, Lengths) for operand in operands):
+            return of_lengths(name, node.target, args, kwargs)
+        if name in KNOWN:
+            return KNOWN[name](*args, **kwargs)
         if name in MOVES:
             return moved(node.target, *args, **kwargs)
         if _draws(node):
@@ -171,18 +178,25 @@ def _placed(found: Any, path: str) -> Any:
 
 
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:
-    """Return an allowed result of attention scores: times a number, their softmax, or their product with values."""
+    """Return an allowed result of scores: times a number, masked, their softmax, or their product with values."""
     x, *rest = args
     if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor):
         factor = float(torch.as_tensor(rest[0])) if torch.as_tensor(rest[0]).numel() == 1 else 0.0
         if not factor:
             raise Unmapped("scores of attention times a tensor")
         return rescaled(x, factor if name == "mul" else 1 / factor)
-    if name in ("matmul", "bmm", "softmax", "_softmax"):
-        return OPERATIONS[name](*args, **kwargs)
+    if name == "add" and not kwargs and isinstance(other := x if isinstance(rest[0], Product) else rest[0], Tensor):
+        return shifted(rest[0] if other is x else x, other)
+    if name == "masked_fill" and isinstance(x, Product) and isinstance(rest[0], Tensor):
+        return without(x, *rest)
+    if name == "where" and isinstance(x, Tensor):
+        a, b = rest
+        return without(b, x, a) if isinstance(b, Product) else without(a, ~x, b)
+    if name in ("matmul", "bmm", "softmax", "_softmax", "scaled_dot_product_attention"):
+        return KNOWN[name](*args, **kwargs)
     if name in ("clone", "dropout", "alias", "contiguous", "detach") and True not in rest:
         return x
-    raise Unmapped("scores of attention with anything but a factor and a softmax around them")
+    raise Unmapped("scores of attention with anything but a factor, a mask and a softmax around them")
 
 
 def _draws(node: fx.Node) -> bool:

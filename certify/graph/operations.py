@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from certify.graph import resampling
-from certify.graph.attention import attended, merged_projection, product, softmax
+from certify.graph.attention import attended, merged_projection, product
 from certify.graph.export import BATCH
 from certify.graph.values import (
     PRODUCT,
@@ -34,6 +34,7 @@ from certify.graph.values import (
 from zoo.layers.norms import SmoothProject
 from zoo.primitives.activations import Abs
 from zoo.primitives.diagonal import Diagonal
+from zoo.primitives.jumps import NO_JUMP, SoftplusJump
 from zoo.primitives.pooling import Mean, WindowMax
 
 # moves ----------------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def _number(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
-def _scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
+def scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
     """Return weight x + bias for constants that broadcast to the shape of the result."""
     weight, bias = _number(weight), _number(bias)
     shape = torch.broadcast_shapes(x.shape, weight.shape, bias.shape)
@@ -118,10 +119,10 @@ def _scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
 
 def add(x: Any, y: Any, alpha: float = 1) -> Value:
     if isinstance(x, Value) and isinstance(y, Value):
-        return joined(_of_one_shape(x, y if alpha == 1 else _scaled(y, alpha, 0, "scale")))
+        return joined(_of_one_shape(x, y if alpha == 1 else scaled(y, alpha, 0, "scale")))
     if isinstance(x, Value):
-        return _scaled(x, 1, alpha * _number(y), "shift")
-    return _scaled(y, alpha, x, "shift")
+        return scaled(x, 1, alpha * _number(y), "shift")
+    return scaled(y, alpha, x, "shift")
 
 
 def _of_one_shape(*values: Value) -> list[Value]:
@@ -140,7 +141,7 @@ def rsub(x: Any, y: Any, alpha: float = 1) -> Value:
 def mul(x: Any, y: Any) -> Value:
     if isinstance(x, Value) and isinstance(y, Value):
         return joined(_of_one_shape(x, y), PRODUCT)
-    return _scaled(x, y, 0, "scale") if isinstance(x, Value) else _scaled(y, x, 0, "scale")
+    return scaled(x, y, 0, "scale") if isinstance(x, Value) else scaled(y, x, 0, "scale")
 
 
 def power(x: Value, exponent: Any) -> Value:
@@ -280,7 +281,7 @@ def group_norm(x: Value, groups: int, weight: Any = None, bias: Any = None, eps:
         return y
     over = (-1, *(1,) * (len(x.shape) - 2))
     weight, bias = (1 if weight is None else weight.reshape(over)), (0 if bias is None else bias.reshape(over))
-    return _scaled(y, weight, bias, "channels")
+    return scaled(y, weight, bias, "channels")
 
 
 def instance_norm(
@@ -300,7 +301,7 @@ def rms_norm(x: Value, shape: Sequence[int], weight: Any = None, eps: float | No
     module = SmoothProject(width, math.sqrt(width * eps))
     y = from_rows(step(module, source, source.shape, "rms_norm"), place, wide.shape[:-1])
     factor = (1.0 if weight is None else weight.detach().double()) / math.sqrt(eps)
-    return _scaled(moved(torch.reshape, y, x.shape), factor, 0, "channels")
+    return scaled(moved(torch.reshape, y, x.shape), factor, 0, "channels")
 
 
 # pooling --------------------------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def mean(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
 def total(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
     axes = (dims,) if isinstance(dims, int) else dims
     count = torch.Size(x.shape[axis] for axis in axes).numel()
-    return _scaled(mean(x, dims, keepdim), count, 0, "count")
+    return scaled(mean(x, dims, keepdim), count, 0, "count")
 
 
 def adaptive_avg_pool2d(x: Value, size: Any) -> Value:
@@ -424,12 +425,12 @@ def smallest(x: Any, dim: Any, keepdim: bool = False) -> Any:
     """Return torch.min, as `largest`."""
     if not isinstance(dim, int):
         return minimum(x, dim)
-    return (_scaled(amax(_scaled(x, -1, 0, "negate"), dim, keepdim), -1, 0, "negate"),)
+    return (scaled(amax(scaled(x, -1, 0, "negate"), dim, keepdim), -1, 0, "negate"),)
 
 
 def minimum(x: Any, y: Any) -> Value:
-    negative = [_scaled(t, -1, 0, "negate") if isinstance(t, Value) else -t for t in (x, y)]
-    return _scaled(maximum(*negative), -1, 0, "negate")
+    negative = [scaled(t, -1, 0, "negate") if isinstance(t, Value) else -t for t in (x, y)]
+    return scaled(maximum(*negative), -1, 0, "negate")
 
 
 def log_softmax(x: Value, dim: int, *_: Any) -> LogProbabilities:
@@ -473,9 +474,17 @@ def prelu(x: Value, weight: Tensor) -> Value:
     return Value.of(step(module, source, source.shape, "prelu"))
 
 
+def softplus(x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
+    """Return softplus; with a threshold that is felt, as that without and the jump."""
+    smooth = elementwise(x, nn.Softplus(beta, max(threshold, NO_JUMP)), "softplus")
+    if threshold >= NO_JUMP:
+        return smooth
+    return joined([smooth, elementwise(x, SoftplusJump(beta, threshold), "jump")])
+
+
 def log_sigmoid(x: Value) -> Value:
     """Return -softplus(-x)."""
-    return _scaled(elementwise(_scaled(x, -1, 0, "negate"), nn.Softplus(1, 40), "softplus"), -1, 0, "negate")
+    return scaled(elementwise(scaled(x, -1, 0, "negate"), nn.Softplus(1, 40), "softplus"), -1, 0, "negate")
 
 
 def glu(x: Value, dim: int = -1) -> Value:
@@ -491,10 +500,10 @@ def gelu(x: Value, approximate: str = "none") -> Value:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SAME, same),
     "pad": pad, "constant_pad_nd": pad, "cat": cat, "stack": stack,
-    "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: _scaled(x, -1, 0, "negate"),
+    "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: scaled(x, -1, 0, "negate"),
     "pow": power, "square": lambda x: mul(x, x),
     "linear": linear, "matmul": matmul, "mm": matmul, "bmm": matmul, "addmm": addmm, "conv2d": conv2d,
-    "scaled_dot_product_attention": attended, "softmax": softmax, "_softmax": softmax,
+    "scaled_dot_product_attention": attended,
     "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
     "instance_norm": instance_norm, "rms_norm": rms_norm,
     "mean": mean, "sum": total, "amax": amax, "maximum": maximum, "minimum": minimum,
@@ -507,7 +516,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "log_softmax": log_softmax, "_log_softmax": log_softmax,
     "abs": _activation(Abs), "glu": glu, "log_sigmoid": log_sigmoid,
     "relu": _activation(nn.ReLU), "gelu": gelu, "silu": _activation(nn.SiLU), "sigmoid": _activation(nn.Sigmoid),
-    "tanh": _activation(nn.Tanh), "softplus": _activation(nn.Softplus), "leaky_relu": _activation(nn.LeakyReLU),
+    "tanh": _activation(nn.Tanh), "softplus": softplus, "leaky_relu": _activation(nn.LeakyReLU),
     "elu": elu, "celu": _activation(nn.CELU), "selu": _activation(nn.SELU), "mish": _activation(nn.Mish),
     "hardtanh": _activation(nn.Hardtanh), "relu6": _activation(nn.ReLU6), "hardswish": _activation(nn.Hardswish),
     "hardsigmoid": _activation(nn.Hardsigmoid), "prelu": prelu, "_prelu_kernel": prelu,

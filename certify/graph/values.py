@@ -45,12 +45,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Product:
-    """Scores q k^T of attention, or their softmax: a product of two results, which only attention may use."""
+    """Scores q k^T of attention, or their softmax: a product of two results, which only attention may use.
+
+    `mask` is added to the scores after the factor; it broadcasts to (batch, heads, queries, keys).
+    """
 
     query: "Value"
     key: "Value"
     scale: float = 1.0
     softmax: bool = False
+    mask: Tensor | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.query.shape[:-1], self.key.shape[-2])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ROUNDS = (2, 8)  # weight estimates for the first radius, at most
 START = (0.02, 1.0)  # radius of the first of them, relative to where the first order alone uses up the margin
 STEPS = (2, 5)  # Lanczos steps of a weight estimate
 CLOSE = (2.0, 1.03)  # precision of norms, as in zoo/bounds/lanczos.py
-GAIN = (1.16, 1.1)  # what a next stage must promise, relative to the proved radius (schedule.py)
+GAIN = (1.16, 1.07)  # what a next stage must promise, relative to the proved radius (schedule.py)
 OVER = (2.0, 1.2)  # proved reaches and lengths relative to the estimated ones, approximately
 BYTES = 2**30  # memory for the vectors of one basis, and for probes
 

@@ -189,10 +189,11 @@ class Ellipsoids:
             total_B, theta_0_B = total_B + square_B, theta_0_B + square_B
         return Grown(before, theta, sizes, defects, theta_0_B)
 
-    def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
+    def margins(self, g: Vectors, class_CB: Tensor, *, signed: bool = False) -> Margins:
         """Return the costs for the margins over these classes.
 
-        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves.
+        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves. Forms are those of `of_gradient`, or
+        the absolute ones of `signed`.
         """
         forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
         for at in self.tape.nonlinear:
@@ -200,7 +201,8 @@ class Ellipsoids:
             if leaf.forms is None or reach is None:
                 bounds[at] = leaf.remainder(g[at])
             else:
-                forms[at] = self.form_of(leaf.forms, g[at], reach)
+                of_leaf = leaf.forms
+                forms[at] = of_leaf.signed(g[at], reach).absolute if signed else of_leaf.of_gradient(g[at], reach)
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
@@ -208,10 +210,6 @@ class Ellipsoids:
         norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, constant, max(forms), bounds, forms, numbers)
-
-    def form_of(self, forms: Forms, g: Tensor, reach: Tensor) -> QuadraticForm:
-        """Return the form of a leaf for margins with these gradients at its output."""
-        return forms.of_gradient(g, reach)
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """Bound what remainders can cost of the margins: (C, B)."""
@@ -343,7 +341,8 @@ class Ellipsoids:
         """Return upper bounds of lambda_max( sum_i (E A_i)^T C_i E A_i ) and 0, for forms of either sign: (C, B).
 
         `within` (C, B) is never below the norm of sum_i M_i^T |C_i| M_i. Rounding is at most ALLOWED times `shift`, and
-        hence times the largest eigenvalue of the shifted sum, unless all eigenvalues of the sum are negative.
+        hence times the largest eigenvalue of the shifted sum. Where negative eigenvalues are larger, `within` is the
+        answer.
         """
         size = self.joint.images[0].numel()
         self.failure += len(numbers) * lanczos.chance(size)
@@ -357,7 +356,7 @@ class Ellipsoids:
             return gram(pad(v, (0, rest)))[..., :size] + _repeated(shift, v) * v
 
         found = lanczos.norms(apply, start, allowed, self.budget.close).square() * OUT
-        return nan_to_inf((found - shift).clamp_min(0))
+        return torch.fmin(nan_to_inf((found - shift).clamp_min(0)), within)
 
     def _probed(self) -> Sizes:
         """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.

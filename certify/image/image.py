@@ -91,11 +91,8 @@ class Level:
 class ImageAnalysis:
     """The analysis of a batch of correctly classified images.
 
-    The adjoint analysis answers every eps first. Forms on the ball of images bound what it leaves open. `beyond` is how
-    far a method is likely to prove more than `expected_B`.
+    The adjoint analysis answers every eps first. Forms on the ball of images bound what it leaves open.
     """
-
-    beyond = 1.0
 
     def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
@@ -108,6 +105,11 @@ class ImageAnalysis:
     @property
     def ball(self) -> Ball:
         return self.inner.ball
+
+    @property
+    def beyond(self) -> float:
+        """How far the method is likely to prove more than `expected_B`."""
+        return 1.0
 
     @property
     def failure(self) -> float:

@@ -26,9 +26,9 @@ from zoo.bounds.tape import Tape, Vectors
 
 AT_ONCE = 8  # largest number of rivals bounded together
 BITS = 2**12  # leading bits of a number that enter a seed
-FULL = 0.98  # share of `most_B` from which on a stage counts as proving all of it
-TRIES = 5  # steps of the search for the radius that a stage proves
-HIGH = 0.8  # position of the next step in the bracket, as most radii lie close to the largest e
+TRIES = 6  # steps of the search for the radius that a stage proves
+STRIDE = 1.25  # factor of a step while the search has no bracket
+FINE = 1.06  # high / low at which it ends
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class RadiusStage:
         joint = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
         self.ellipsoids = self.bounds(joint, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
-        self._at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
+        self.at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
         self._formed = list[Formed]()
 
@@ -206,17 +206,21 @@ class RadiusStage:
 
     @cached_property
     def reach_B(self) -> Tensor:
-        """The radius e that this stage proves, approximately; `most_B` where it proves nearly all of it."""
+        """About the largest e that the bounds of this stage prove; above `most_B`, where they do not hold, an estimate.
+
+        Maps of a larger e have larger remainders, so that the estimate is rather too large.
+        """
         unknown_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
-        low_B, high_B, e_B = torch.zeros_like(self.most_B), self.most_B, FULL * self.most_B
+        low_B, high_B, e_B = torch.zeros_like(self.most_B), torch.full_like(self.most_B, torch.inf), self.most_B
         for _ in range(TRIES):
-            won_B = ~self._open(self.losses(e_B, unknown_BJ)).any(-1)
+            won_B = ~self.open(self.losses(e_B, unknown_BJ)).any(-1)
             low_B, high_B = torch.where(won_B, torch.maximum(low_B, e_B), low_B), torch.where(won_B, high_B, e_B)
-            full_B = low_B >= FULL * self.most_B
-            if bool(full_B.all()):
+            found_B = high_B < FINE * low_B
+            if bool(found_B.all()):
                 break
-            e_B = torch.where(full_B, 0.0, low_B + HIGH * (high_B - low_B))  # 0 costs nothing
-        return torch.where(full_B, self.most_B, low_B)
+            middle_B = torch.where(torch.isinf(high_B), STRIDE * low_B, (low_B * high_B).sqrt())
+            e_B = torch.where(found_B, 0.0, torch.where(low_B > 0, middle_B, high_B / STRIDE))  # 0 costs nothing
+        return low_B
 
     def losses(self, e_B: Tensor, loss_BJ: Tensor) -> Tensor:
         """Return the losses of margins, lowered where this stage proves less.
@@ -231,7 +235,7 @@ class RadiusStage:
             lost_B = self._lower(loss_BJ, formed, lost_B, here)
         for start, end in groups(self.here.rivals_BR.shape[1]):
             class_CB = self.here.rivals_BR[:, start:end].mT
-            if bool((self._open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
+            if bool((self.open(loss_BJ).gather(1, class_CB.mT).mT & ~lost_B).any()):
                 cheap_CB = self._cheap(class_CB, start, here)
                 loss_BJ = loss_BJ.scatter_reduce(1, class_CB.mT, cheap_CB.mT, "amin")
                 lost_B = self._form(class_CB, loss_BJ, lost_B, here)
@@ -265,11 +269,11 @@ class RadiusStage:
         An image is lost as soon as one of its rivals stays open.
         """
         for most in (1, len(class_CB)):
-            open_BC = self._open(loss_BJ).gather(1, class_CB.mT)
+            open_BC = self.open(loss_BJ).gather(1, class_CB.mT)
             wanted_BC = open_BC & ~lost_B[:, None]
             gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_CB.mT)
             rank_BC = gap_BC.masked_fill(~wanted_BC, torch.inf).argsort(1)
-            for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(self._at_once, 1):
+            for some_BC in rank_BC[:, : min(most, int(wanted_BC.sum(1).max()))].split(self.at_once, 1):
                 if some_BC.numel():
                     self._formed.append(self._formed_of(class_CB.mT.gather(1, some_BC).mT))
                     lost_B = self._lower(loss_BJ, self._formed[-1], lost_B, asked)
@@ -278,12 +282,12 @@ class RadiusStage:
     def _formed_of(self, class_CB: Tensor) -> Formed:
         g = self.here.gradients(class_CB)
         margins, first = self.ellipsoids.margins(g.leaves, class_CB), self.here.ball.length(g.image)
-        couple = partial(self.couple, margins, g, first)
-        return Formed(class_CB, first, self._at_ends(g), self.ellipsoids.slip(g.lengths), margins, couple)
+        return self.formed(class_CB, g, margins, partial(coupled, self.ellipsoids, margins, g.image, first))
 
-    def couple(self, margins: Margins, g: Gradients, first: Tensor) -> Together:
-        """Return the bound of the first order `first` e and remainders together."""
-        return coupled(self.ellipsoids, margins, g.image, first)
+    def formed(self, class_CB: Tensor, g: Gradients, margins: Margins, couple: Callable[[], Together]) -> Formed:
+        """Return the terms of these rivals, `couple` being the bound of the first order and remainders together."""
+        first = self.here.ball.length(g.image)
+        return Formed(class_CB, first, self._at_ends(g), self.ellipsoids.slip(g.lengths), margins, couple)
 
     def _at_ends(self, g: Gradients) -> list[Tensor]:
         """Return the lengths of the gradients at the ends of nodes."""
@@ -305,15 +309,24 @@ class RadiusStage:
         remainders_CB = self.ellipsoids.cost(formed.margins, asked.grown)
         open_CB = self._lowered(loss_BJ, formed, product(formed.first, asked.e_B) + rounded_CB + remainders_CB)
         if formed.margins.forms and bool((open_CB & ~lost_B).any()):
-            beside_CB = rounded_CB + self.ellipsoids.beside_forms(formed.margins, asked.grown)
-            coupled_CB = formed.coupled.cost(asked.e_B, asked.grown) + beside_CB
-            open_CB = self._lowered(loss_BJ, formed, torch.where(open_CB & ~lost_B, coupled_CB, torch.inf))
-        return lost_B | open_CB.any(0)
+            open_CB = self._lowered(
+                loss_BJ, formed, self.together(formed, asked).masked_fill(~open_CB | lost_B, torch.inf)
+            )
+        return lost_B | self.sharper(loss_BJ, formed.class_CB, open_CB & ~lost_B, asked)
+
+    def together(self, formed: Formed, asked: Asked) -> Tensor:
+        """Bound the losses of these rivals by first order and remainders together: (C, B)."""
+        beside_CB = self.ellipsoids.beside_forms(formed.margins, asked.grown)
+        return formed.coupled.cost(asked.e_B, asked.grown) + self._rounded(formed, formed.class_CB, asked) + beside_CB
+
+    def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
+        """Lower the losses of these open rivals in place, if there is a tighter bound; return whose stay open: (B,)."""
+        return open_CB.any(0)
 
     def _lowered(self, loss_BJ: Tensor, formed: Formed, found_CB: Tensor) -> Tensor:
         """Enter these losses where they are smaller; return which of the rivals stay open."""
         loss_BJ.scatter_reduce_(1, formed.class_CB.mT, nan_to_inf(found_CB).mT, "amin")
-        return self._open(loss_BJ).gather(1, formed.class_CB.mT).mT
+        return self.open(loss_BJ).gather(1, formed.class_CB.mT).mT
 
-    def _open(self, loss_BJ: Tensor) -> Tensor:
+    def open(self, loss_BJ: Tensor) -> Tensor:
         return open_pairs(self.here.clean, loss_BJ)

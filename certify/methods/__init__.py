@@ -1,6 +1,6 @@
 """Certification methods by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -12,10 +12,11 @@ from certify.methods.best import Best
 from certify.methods.crown import Crown
 from certify.methods.lofast import LocalLoFAST, LoFAST
 from certify.shared.bake import Model
+from certify.shared.ball import L2
 from certify.shared.certificate import Certifier
 from certify.taylor.taylor import Taylor
 from certizoo.attacks.loop import probing
-from zoo.bounds.rule_table import has_rules
+from zoo.bounds.rule_table import NoRule, has_rules
 
 Method = Callable[[nn.Module | Model, str | None, str], Certifier]
 
@@ -46,28 +47,51 @@ FEW = 2**20  # parameters
 CHEAP = 2**29  # products of a forward pass at one image
 
 
-def named(method: str, model: nn.Module, shape: tuple[int, ...] | None = None) -> str:
-    """Return the method itself, or the one that `auto` means for this model and images of this shape (C, H, W).
+def choices(method: str, model: nn.Module | Model, shape: tuple[int, ...] | None = None) -> tuple[str, ...]:
+    """Return the method itself, or what `auto` tries in turn, for images of this shape (C, H, W).
 
-    Without a shape it is that of the zoo's models.
+    Without a shape it is the one that the model describes, as those of the zoo and of timm do.
     """
     if method != AUTO:
-        return method
-    weights = list(model.parameters()) if isinstance(model, nn.Module) else []  # the method refuses other objects
-    if sum(weight.numel() for weight in weights) < FEW and (not weights or has_rules(model)):
-        return "best"
-    shape = shape or image_shape(model)
-    return "adjoint" if shape and products(model, shape) <= CHEAP else "lofast"
+        return (method,)
+    given = model.served if isinstance(model, Model) else model
+    weights = list(given.parameters()) if isinstance(given, nn.Module) else []  # the method refuses other objects
+    if sum(weight.numel() for weight in weights) < FEW and (not weights or has_rules(given)):
+        return ("best",)
+    shape = shape or image_shape(given)
+    return ("adjoint", "lofast") if shape and products(given, shape) <= CHEAP else ("lofast",)
+
+
+def chosen(
+    method: str, model: nn.Module | Model, nonce: str | None, norm: str, shape: tuple[int, ...] | None = None
+) -> tuple[str, Certifier]:
+    """Return the name and the certifier of the first of the `choices` that takes the model. Raises NoRule if none does.
+
+    A layer may have a first order and no second one.
+    """
+    *first, last = choices(method, model, shape)
+    for name in first:
+        try:
+            return name, METHODS[name](model, nonce, norm)
+        except NoRule:
+            continue
+    return last, METHODS[last](model, nonce, norm)
+
+
+def named(method: str, model: nn.Module) -> str:
+    """Return the name of the method that certifies a model with rules.
+
+    Where `auto` has a choice, the weights are measured to make it.
+    """
+    names = choices(method, model)
+    return names[0] if len(names) == 1 else chosen(method, model, None, L2)[0]
 
 
 def image_shape(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape of the images that a model of the zoo takes."""
-    embed = getattr(model, "patch_embed", model)
-    side, kernels = getattr(embed, "img_size", None), (w for w in model.parameters() if w.ndim == 4)
-    kernel = next(kernels, None)
-    if side is None or kernel is None:
-        return None
-    return (kernel.shape[1], *((side, side) if isinstance(side, int) else side))
+    """Return the shape of the images that a model takes, as its `pretrained_cfg` says; None if it has none."""
+    described = getattr(model, "pretrained_cfg", None)
+    size = described.get("input_size") if isinstance(described, Mapping) else None
+    return None if size is None else tuple(size)
 
 
 def products(model: nn.Module, shape: tuple[int, ...]) -> int:

@@ -2,17 +2,16 @@
 
 All methods certify the same baked function, eps and set of inputs.
 
-LoFAST replaces the image certificate where that has no rules. It would prove nothing more: on 160 images
+LoFAST replaces the Taylor certificate where that has no rules. It would prove nothing more: on 160 images
 of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from certify.image.image import Image
 from certify.methods import crown
 from certify.methods.lofast import LoFAST
 from certify.shared.bake import Model
@@ -25,7 +24,9 @@ from certify.shared.certificate import (
     Clean,
     Explained,
     guess_of,
+    of_images,
 )
+from certify.taylor.taylor import Taylor
 from certizoo.inputs import batch_given
 from zoo.bounds.rule_table import NoRule
 
@@ -84,19 +85,18 @@ class BestAnalysis:
 def _better(one: Certificate, other: Certificate, open_B: Tensor) -> Certificate:
     """Return, for each open image, the certificate that leaves more of its margin."""
     other_B = open_B & (other.margin_B - other.loss_B > one.margin_B - one.loss_B)
-    chosen = {f.name: torch.where(other_B, getattr(other, f.name), getattr(one, f.name)) for f in fields(Certificate)}
-    return Certificate(**chosen | {"certified_B": one.certified_B | (open_B & other.certified_B)})
+    return replace(of_images(other_B, other, one), certified_B=one.certified_B | (open_B & other.certified_B))
 
 
 class Best:
-    """The image certificate where the model has its rules, else LoFAST; and CROWN where auto_LiRPA is installed.
+    """The Taylor certificate where the model has its rules, else LoFAST; and CROWN where auto_LiRPA is installed.
 
     Raises NoRule where LoFAST has no rule. `nonce` and `norm` are those of `Adjoint`. Proof: docs/proofs.md#best.
     """
 
     def __init__(self, model: nn.Module | Model, nonce: str | None = None, norm: str = L2) -> None:
         try:
-            first: Certifier = Image(model, nonce, norm)
+            first: Certifier = Taylor(model, nonce, norm)
         except NoRule:
             first = LoFAST(model, norm)
         self.baked, self.certifiers = first.baked, [first]

@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from certify.shared.bake import Model, model_of
-from certify.shared.ball import L2, LINF, Ball, known
-from certify.shared.certificate import Certificate, Clean, checked, decide, lowered, per_image
-from zoo.bounds.first_order import classifier_of
+from certify.methods.lofast import LoFAST
+from certify.shared.bake import Model
+from certify.shared.ball import L2, LINF, known
+from certify.shared.batching import CorrectImages
+from certify.shared.certificate import Certificate, checked, decide, of_images, per_image
 from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject
 
@@ -47,20 +48,21 @@ _log = logging.getLogger(__name__)
 class CrownAnalysis:
     """Bounds computed for every eps anew, image by image, and remembered.
 
-    Nothing is computed for an image where a larger ball was certified or a smaller one was unknown. Proof:
-    docs/proofs.md#crown.
+    Nothing is computed for an image where a larger ball was certified or a smaller one was unknown. At eps = 0 only
+    rounding is left, which LoFAST bounds layer by layer. Proof: docs/proofs.md#crown.
     """
 
     failure = 0.0
 
-    def __init__(self, clean: Clean, ball: Ball, images_BCHW: Tensor, bounds: Bounds | None) -> None:
-        self.clean, self.ball, self._images, self._bounds = clean, ball, images_BCHW, bounds
+    def __init__(self, at_image: CorrectImages, images_BCHW: Tensor, bounds: Bounds | None) -> None:
+        self.clean, self.ball, self._at_image = at_image.clean, at_image.ball, at_image
+        self._images, self._bounds = images_BCHW, bounds
         self._known: list[dict[float, Tensor]] = [{} for _ in images_BCHW]  # eps -> loss (J,)
 
     def at(self, eps: float | Tensor) -> Certificate:
         eps_B = per_image(eps, self.clean)
         loss_BJ = torch.stack([self._loss(i, e) for i, e in enumerate(eps_B.tolist())])
-        return decide(self.clean, loss_BJ, eps_B)
+        return of_images(eps_B == 0, self._at_image.at(0.0), decide(self.clean, loss_BJ, eps_B))
 
     def _loss(self, i: int, eps: float) -> Tensor:
         margin_J, known = self.clean.margin_BJ[i], self._known[i]
@@ -99,20 +101,18 @@ class Crown:
 
     def __init__(self, model: nn.Module | Model, norm: str = L2) -> None:
         self.norm = known(norm)
-        self.model = model_of(model)
-        self.baked = self.model.exact
-        _, self.head = classifier_of(self.baked)
+        self.lofast = LoFAST(model, norm)
+        self.model, self.baked = self.lofast.model, self.lofast.baked
         self._bounds: Bounds | None = None
         self._tried = False
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> CrownAnalysis:
         """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
-        images, labels = checked(images_BCHW, labels_B, self.head)
+        images, _ = checked(images_BCHW, labels_B, self.lofast.head)
         if not self._tried:
             self._bounds, self._tried = _bounds_or_none(self.baked, images[:1], self.norm), True
-        clean = lowered(self.baked, images, self.model.answers(images, labels))
-        return CrownAnalysis(clean, Ball(self.norm, images[0].numel()), images, self._bounds)
+        return CrownAnalysis(self.lofast.analyse(images_BCHW, labels_B), images, self._bounds)
 
 
 def installed() -> bool:

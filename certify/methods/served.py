@@ -120,7 +120,7 @@ class ServedLocalLoFAST(ServedLoFAST):
 def _best(model: nn.Module, dtype: torch.dtype, nonce: str | None, norm: str) -> Certifier:
     """Return the strongest certifier; CROWN is left out because it does not bound rounding."""
     try:
-        return ServedImage(model, dtype, nonce, norm)
+        return ServedTaylor(model, dtype, nonce, norm)
     except NoRule:
         return ServedLoFAST(model, dtype, norm)
 

@@ -73,7 +73,9 @@ class Model:
         tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
         logit_differences(self.served, self.exact, probes(images_BCHW), tolerance)
         prediction_B = self.served(images_BCHW.to(dtype)).argmax(-1)
-        return Clean(prediction_B, labels_B, margins_of(exact_BJ, labels_B), self.require_unchanged)
+        margin_BJ = margins_of(exact_BJ, labels_B)
+        correct_B = (margin_BJ.amin(-1) > 0) & (prediction_B == labels_B)
+        return Clean(prediction_B, labels_B, margin_BJ, correct_B, self.require_unchanged)
 
 
 def model_of(model: nn.Module | Model, types: Collection[torch.dtype] = SERVED) -> Model:
@@ -89,8 +91,8 @@ def model_of(model: nn.Module | Model, types: Collection[torch.dtype] = SERVED) 
 def model_from(given: nn.Module, served: nn.Module, exact: nn.Module) -> Model:
     """Return what is certified of a model whose float64 function is `exact`. Raises UserError as `model_of` does."""
     _refuse_types(served, SERVED)
-    _refuse(served)
-    _refuse(exact)
+    _refuse_active(served)
+    _refuse(exact)  # its numbers are the ones that count: a mask of the served model may hold -inf
     return Model(served, exact, tuple(map(Snapshot.of, (given, served, exact))))
 
 
@@ -195,8 +197,8 @@ def _widened(served: nn.Module) -> nn.Module:
     return baked
 
 
-def _refuse(baked: nn.Module) -> None:
-    """Raise UserError for dropout that stays active after eval(), for numbers that are not finite, or for a bad std."""
+def _refuse_active(baked: nn.Module) -> None:
+    """Raise UserError for dropout that stays active after eval(), or for a bad std."""
     for name, module in integrity.modules_of(baked):
         if module.training:
             raise UserError(
@@ -207,6 +209,11 @@ def _refuse(baked: nn.Module) -> None:
             raise UserError(
                 f"{name} divides by a std that is not above 0; set mean and std of the data in the model's config"
             )
+
+
+def _refuse(baked: nn.Module) -> None:
+    """Raise UserError for what `_refuse_active` finds, or for numbers that are not finite."""
+    _refuse_active(baked)
     for name, tensor in integrity.tensors_of(baked):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise UserError(f"{name} holds NaN or infinite values; certify an earlier checkpoint or train again")

@@ -4,7 +4,7 @@ Letters: B images, J classes; y the label, m_j = logit_y - logit_j.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -38,7 +38,7 @@ class Certificate:
     loss_B: Tensor  # the largest fall of that margin on the ball; infinite where the bound overflowed or was not needed
     correct_B: Tensor
     certified_B: Tensor
-    unknown_B: Tensor  # correct, but the bound is not a finite number
+    unknown_B: Tensor  # correct, but the bound is not a finite number, or the margin is all rounding
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,19 @@ class Clean:
     """The model's answers for a batch of clean images.
 
     The margins are those of the float64 function, the predictions those of the served model. An image is correct where
-    both give its label.
+    both give its label, as computed: a margin that rounding may have made is no error of the model, but unknown.
     """
 
     prediction_B: Tensor
     label_B: Tensor
     margin_BJ: Tensor  # m_j; infinite for j = y
+    correct_B: Tensor
     require_unchanged: Callable[[], None] = lambda: None  # raises UserError once the model has changed
-
-    @property
-    def correct_B(self) -> Tensor:
-        return (self.margin_BJ.amin(-1) > 0) & (self.prediction_B == self.label_B)
 
     def __getitem__(self, index_I: Tensor) -> "Clean":
         """Return the answers for some of the images."""
-        some = (self.prediction_B[index_I], self.label_B[index_I], self.margin_BJ[index_I])
-        return Clean(*some, self.require_unchanged)
+        parts = ("prediction_B", "label_B", "margin_BJ", "correct_B")
+        return replace(self, **{part: getattr(self, part)[index_I] for part in parts})
 
 
 class Analysis(Protocol):
@@ -201,8 +198,14 @@ def decide_by(clean: Clean, loss_BJ: Tensor, eps_B: Tensor, class_B: Tensor) -> 
         loss_B=loss_B,
         correct_B=clean.correct_B,
         certified_B=clean.correct_B & ~open_BJ.any(-1),
-        unknown_B=clean.correct_B & ~torch.isfinite(loss_B),
+        unknown_B=clean.correct_B & ~(torch.isfinite(loss_B) & (margin_B > 0)),
     )
+
+
+def of_images(chosen_B: Tensor, one: Certificate, other: Certificate) -> Certificate:
+    """Return the answers of `one` for the chosen images, and of `other` for the rest."""
+    parts = {f.name: torch.where(chosen_B, getattr(one, f.name), getattr(other, f.name)) for f in fields(Certificate)}
+    return Certificate(**parts)
 
 
 def of_class(values_BJ: Tensor, class_B: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from certify.api import certifier as certifier_of
-from certify.api import outside_inference_mode, radius_given, radius_of
-from certify.methods import AUTO, named
+from certify.api import named_certifier, outside_inference_mode, radius_given, radius_of
+from certify.methods import AUTO
 from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
 from certify.shared.ball import L2
@@ -60,8 +59,7 @@ def evaluate(
     Raises NoRule, UserError for an unknown method, UnsoundCertificate.
     """
     images, labels = batch_given(images_BCHW, labels_B)
-    method = named(method, model, tuple(images.shape[1:]))
-    certifier = certifier_of(model, method, nonce, norm, (images, labels))
+    method, certifier = named_certifier(model, method, nonce, norm, (images, labels))
     served = copy.deepcopy(model).eval()
     weight = next(served.parameters())
     images, labels = images.to(weight), labels.to(weight.device)

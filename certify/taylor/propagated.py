@@ -48,13 +48,11 @@ class Propagated:
     others: tuple[int, ...]
     most_B: Tensor
 
-    def at(self, e_B: Tensor, grown: Grown | Before, *, units_alone: bool = False) -> Tensor:
-        """Return the bound within e, or the part of it from units."""
+    def at(self, e_B: Tensor, grown: Grown | Before) -> Tensor:
+        """Return the bound within e."""
         of_units = self.image * (e_B / self.most_B)
         if self.before is not None:
-            of_units = of_units + self.before.at(e_B, grown, units_alone=units_alone)
-        if units_alone:
-            return of_units.square()
+            of_units = of_units + self.before.at(e_B, grown)
         return nan_to_inf((of_units.square() + product(self.rest, self.free_B(grown).sqrt())) * OUT)
 
     def free_B(self, grown: Grown | Before) -> Tensor:

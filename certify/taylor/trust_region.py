@@ -74,11 +74,6 @@ class Terms:
         t_B = e_B / self.most_B
         return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
 
-    def free(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the part of the cost from leaves without units: (C, B)."""
-        of_units = self.propagated.at(e_B, grown, units_alone=True)
-        return self._of_remainders(e_B, grown) - nan_to_inf(0.5 * of_units.square())
-
     def _of_remainders(self, e_B: Tensor, grown: Grown) -> Tensor:
         of_units, (aside, others) = self.propagated.at(e_B, grown), self.besides(e_B, grown)
         total = of_units.square() + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
@@ -101,15 +96,13 @@ class Terms:
         return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
-def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms | None:
+def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms:
     """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
 
-    None where no leaf has hidden units of a twice differentiable activation.
+    Some leaf has hidden units of a twice differentiable activation.
     """
     joint, numbers = ellipsoids.joint, list(margins.numbers)
     units = units_of(ellipsoids, margins, g)
-    if not units:
-        return None
     others = {at: form for at, form in margins.forms.items() if at not in units}
     absolute = {at: curved.absolute for at, curved in units.items()}
     crosses = crossed(ellipsoids, units, _rounded(ellipsoids, absolute, margins.norm.square()), "crossed")

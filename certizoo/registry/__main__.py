@@ -9,10 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from certizoo import UserError
-from certizoo.config.schema import Port, argument, as_path
+from certizoo.config.schema import Count, Port, argument, as_path
 from certizoo.errors import one_line_errors
-from certizoo.registry import browse, publish, run_folder, runs, store, tables, ui
-from certizoo.registry.select import select
+from certizoo.registry import browse, listing, publish, run_folder, runs, store, tables, ui
 from certizoo.text import plain
 
 REFERENCE = "NAME@ALIAS or NAME/VERSION"
@@ -20,8 +19,10 @@ REFERENCE = "NAME@ALIAS or NAME/VERSION"
 
 def list_versions(args: argparse.Namespace) -> None:
     """Print a table of versions and their certified shares."""
-    found = select(browse.versions(args.name, args.uri), args.where, args.sort)
+    found, more = listing.listed(args.name, args.where, args.sort, args.limit, args.uri)
     console().print(tables.versions(found))
+    if more:
+        say(f"the {'best' if args.sort else 'newest'} {args.limit}; --limit N shows N of them")
 
 
 def show(args: argparse.Namespace) -> None:
@@ -95,11 +96,13 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(action=action)
         return command
 
-    listing = add("list", list_versions, "table of published versions")
-    listing.add_argument("name", nargs="?", help="name of a model (default: all)")
-    listing.add_argument("--sort", metavar="KEY", help="sort by a tag, best first, such as certified_acc.0.141")
-    listing.add_argument("--where", metavar="CONDITION", action="append", default=[], help="dataset=cifar10, "
+    shown = add("list", list_versions, "table of published versions")
+    shown.add_argument("name", nargs="?", help="name of a model (default: all)")
+    shown.add_argument("--sort", metavar="KEY", help="sort by a tag, best first, such as certified_acc.0.141")
+    shown.add_argument("--where", metavar="CONDITION", action="append", default=[], help="dataset=cifar10, "
         "certified_acc.0.1>=0.5; also != and <=; if repeated, all must hold")  # fmt: skip
+    shown.add_argument("--limit", type=argument(Count), default=50, help="most versions shown, the newest or the "
+        "best by KEY (default: %(default)s)")  # fmt: skip
     add("show", show, "tags and card of a version").add_argument("reference", help=REFERENCE)
     comparing = add("compare", compare, "tags of versions side by side")
     comparing.add_argument("references", nargs="+", help=REFERENCE)

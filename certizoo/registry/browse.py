@@ -4,9 +4,11 @@ import logging
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +20,15 @@ from certizoo.text import plain
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities.model_registry import ModelVersion, RegisteredModel
+    from mlflow.entities.model_registry import ModelVersion
 
 logger = logging.getLogger(__name__)
 PROXIED = "mlflow-artifacts:/"
+PAGE = 100  # versions in one answer of the server
+REFERENCE = re.compile(
+    r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>[0-9]{1,9}))?", re.ASCII
+)  # of a version, as people write it
+Aliases = Mapping[str, Mapping[str, str]]  # model -> alias -> version
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,12 @@ class Version:
 
 def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
     """Return all versions of the model `name`, or of every model; newest version first within a model."""
-    target = _existing(uri)
+    target = existing(uri)
     with store.one_line(target):
         client = store.connect(target)
-        models = {model.name: model for model in store.every(client.search_registered_models)}
-        if name is not None and name not in models:
-            where = f"no model {name!r} in {store.public(target)}"
-            raise UserError(f"{where}; {choices(name, models, 'certizoo registry list')}")
-        return [v for model in models.values() if name in (None, model.name) for v in _versions(client, model)]
+        aliases = aliases_of(client, name, target)
+        newest = "version_number DESC"
+        return [v for model in aliases for v in search(client, aliases, store.query(model), newest, 100 * PAGE)]
 
 
 def promote(reference: str, alias: str, uri: str | None = None, *, force: bool = False) -> Version:
@@ -59,7 +64,7 @@ def promote(reference: str, alias: str, uri: str | None = None, *, force: bool =
     Aliases of champions follow the rule of certizoo/registry/champion.py. `force` overrides the rule until the next
     promotion.
     """
-    target = _existing(uri)
+    target = existing(uri)
     version = find(reference, target)
     own = (champion.CHAMPION, champion.dataset_alias(version.tags.get("dataset", "")))
     if alias.startswith(champion.CHAMPION) and alias not in own:
@@ -98,16 +103,19 @@ def pull(reference: str, to: Path, uri: str | None = None) -> Path:
 
 def find(reference: str, uri: str | None = None) -> Version:
     """Return the version named by `name@alias`, `name/3`, or `name` (its champion), with or without `models:/`."""
-    match = re.fullmatch(r"(?:models:/)?(?P<name>[^@/]+)(?:@(?P<alias>[^@/]+)|/(?P<number>\d+))?", reference, re.ASCII)
+    match = REFERENCE.fullmatch(reference)
     if match is None:
         raise UserError(f"{reference!r} is not a model version; write NAME@ALIAS or NAME/VERSION")
-    name, number = match["name"], match["number"]
-    alias = match["alias"] or "champion"
-    known = versions(name, uri)
-    for version in known:
-        if version.version == number or (number is None and alias in version.aliases):
-            return version
-    have = [word for v in known for word in (f"{name}/{v.version}", *(f"{name}@{alias}" for alias in v.aliases))]
+    name, number, alias = match["name"], match["number"], match["alias"] or champion.CHAMPION
+    target = existing(uri)
+    with store.one_line(target):
+        client = store.connect(target)
+        look_up, key = (client.get_model_version, number) if number else (client.get_model_version_by_alias, alias)
+        if found := store.found(look_up, name, key):
+            return _version(found, dict.fromkeys(found.aliases, str(found.version)))
+        aliases = aliases_of(client, name, target)
+        newest = islice(search(client, aliases, store.query(name), "version_number DESC"), PAGE)
+        have = [word for v in newest for word in (f"{name}/{v.version}", *(f"{name}@{a}" for a in v.aliases))]
     raise unknown("version", reference, have, f"certizoo registry list {name}")
 
 
@@ -122,7 +130,7 @@ def download(reference: str, uri: str | None = None) -> Path:
     Raises:
         UserError: the files are not those that were published.
     """
-    target = _existing(uri)
+    target = existing(uri)
     version = find(reference, target)
     with store.one_line(target):
         client = store.connect(target)
@@ -168,7 +176,7 @@ def _source(location: str, uri: str) -> str:
     return f"{location.rstrip('/')}/{package.LOCATION}"
 
 
-def _existing(uri: str | None) -> str:
+def existing(uri: str | None) -> str:
     """Return the URI; raise an error, instead of creating a database, if there is none."""
     target = store.resolve_uri(uri)
     store.use_defaults()
@@ -179,25 +187,37 @@ def _existing(uri: str | None) -> str:
     return target
 
 
-def _named(name: str) -> str:
-    """Return a query for a name that may come from someone else."""
-    quote = '"' if "'" in name else "'"
-    return f"name = {quote}{name}{quote}"
+def aliases_of(client: "MlflowClient", name: str | None, target: str) -> Aliases:
+    """Return the aliases of the model `name`, or of every model."""
+
+    def every(query: str | None) -> Aliases:
+        found = store.every(client.search_registered_models, filter_string=query)
+        return {model.name: {alias: str(number) for alias, number in model.aliases.items()} for model in found}
+
+    found = every(name and store.query(name))
+    if name is not None and name not in found:
+        where = f"no model {name!r} in {store.public(target)}"
+        raise UserError(f"{where}; {choices(name, every(None), 'certizoo registry list')}")
+    return found
 
 
-def _versions(client: "MlflowClient", model: "RegisteredModel") -> list[Version]:
-    """Return the versions of one model. The search of versions returns no aliases: they come with the model."""
-    aliases = client.get_registered_model(model.name).aliases  # {alias: version}
-    found = [
-        Version(
-            name=v.name,
-            version=str(v.version),
-            aliases=tuple(sorted(alias for alias, number in aliases.items() if str(number) == str(v.version))),
-            tags=dict(v.tags),
-            description=v.description or "",
-            run_id=v.run_id,
-            created=datetime.fromtimestamp(v.creation_timestamp / 1000, UTC),
-        )
-        for v in store.every(client.search_model_versions, filter_string=_named(model.name))
-    ]
-    return sorted(found, key=lambda version: -int(version.version))
+def search(client: "MlflowClient", aliases: Aliases, query: str, order: str, page: int = PAGE) -> Iterator[Version]:
+    """Iterate over the versions that meet a query of `store.query`, a page at a time."""
+    by = {"filter_string": query, "order_by": [order], "max_results": page}
+    return known(store.every(client.search_model_versions, **by), aliases)
+
+
+def known(found: Iterable["ModelVersion"], aliases: Aliases) -> Iterator[Version]:
+    return (_version(v, aliases[v.name]) for v in found if v.name in aliases)
+
+
+def _version(v: "ModelVersion", aliases: Mapping[str, str]) -> Version:
+    return Version(
+        name=v.name,
+        version=str(v.version),
+        aliases=tuple(sorted(alias for alias, number in aliases.items() if number == str(v.version))),
+        tags=dict(v.tags),
+        description=v.description or "",
+        run_id=v.run_id,
+        created=datetime.fromtimestamp(v.creation_timestamp / 1000, UTC),
+    )

@@ -12,11 +12,16 @@
    hand. Promoting the version that the rule would choose returns the alias to the rule.
 
 All writers decide by the same tags. A writer that has moved an alias checks the result again.
+
+A version is published with the tag `champion_by` = open and loses the tag when it loses an election. An election
+therefore reads the holder and the few versions that no election has decided, however many there are in all. Only an
+election without a holder, and a promotion by hand, read every version of a question.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
@@ -26,9 +31,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 CHAMPION = "champion"
-BY, HAND, RULE = "champion_by", "hand", "rule"
+BY, HAND, RULE, OPEN = "champion_by", "hand", "rule", "open"
 IMAGES = "champion_images"  # tag: the least number of images that the publisher wants for a champion's certificate
 ENOUGH = 300
+SETTLED = 20  # tags removed by one election: earlier code left one on every former champion
 ASKED = ("dataset", version_tags.DATA, "norm", "headline")
 
 Tags = Mapping[str, str]
@@ -53,28 +59,22 @@ def dataset_alias(dataset: str) -> str:
 
 
 def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
-    """Give `version` the aliases if it is the best by the rule.
+    """Give the aliases to the best version by the rule, and say if that is `version`.
 
     Then check again: another process may have elected a better version meanwhile, whose aliases were just taken.
     """
     board = Board.read(client, name, version)
-    if board.holder == version:
-        return Standing(True)
-    winner = board.winner(version)
-    if winner != version:
-        return Standing(False, board.why_not(version))
-    while winner is not None:
+    while (winner := board.winner(version)) not in (None, board.holder):
         _give(client, board, winner)
         board = Board.read(client, name, version)
-        if board.winner(winner) == winner:
-            break
-        winner = board.winner(winner)
-    return Standing(winner == version, "" if winner == version else board.why_not(version))
+    for loser in board.losers(version)[:SETTLED]:
+        store.found(client.delete_model_version_tag, name, loser, BY)
+    return Standing(True) if board.holder == version else Standing(False, board.why_not(version))
 
 
 def promote(client: "MlflowClient", name: str, version: str) -> None:
     """Give `version` the aliases, even against the rule; it then keeps them until the next promotion."""
-    board = Board.read(client, name, version)
+    board = Board.read(client, name, version, every=True)
     by = RULE if board.by_rule(version) == version else HAND
     for other in board.by_hand():
         client.set_model_version_tag(name, other, BY, RULE)
@@ -85,13 +85,13 @@ def promote(client: "MlflowClient", name: str, version: str) -> None:
 
 def against_rule(client: "MlflowClient", name: str, version: str) -> str:
     """Return why the rule would not give the aliases to `version`; '' if it would."""
-    board = Board.read(client, name, version)
+    board = Board.read(client, name, version, every=True)
     return "" if board.by_rule(version) == version else board.why_not(version)
 
 
 @dataclass(frozen=True)
 class Board:
-    """The versions of a model on one dataset by their tags, and the holder of the dataset's alias."""
+    """The versions of a model on one dataset that may win, by their tags, and the holder of the dataset's alias."""
 
     name: str
     alias: str
@@ -100,17 +100,19 @@ class Board:
     overall: Tags  # of the version with the alias `champion`, on any dataset
 
     @classmethod
-    def read(cls, client: "MlflowClient", name: str, version: str) -> "Board":
-        """Read the current state; the dataset is that of `version`."""
-        found = store.every(client.search_model_versions, filter_string=f"name = '{name}'")
-        tags: dict[str, Tags] = {str(v.version): v.tags for v in found}
-        dataset = tags[version].get("dataset", "")
+    def read(cls, client: "MlflowClient", name: str, version: str, *, every: bool = False) -> "Board":
+        """Read the undecided versions, or `every` one; the dataset is that of `version`."""
+        own = client.get_model_version(name, version).tags
+        dataset = own.get("dataset", "")
         alias = dataset_alias(dataset)
-        aliases = {key: str(number) for key, number in client.get_registered_model(name).aliases.items()}
+        overall, holder = (store.found(client.get_model_version_by_alias, name, key) for key in (CHAMPION, alias))
+        tags: dict[str, Tags] = _search(client, name, f"tags.{BY} LIKE '%'") | {version: own}
+        tags |= {str(holder.version): holder.tags} if holder else {}
+        if every or (not (holder and _may_hold(holder.tags)) and not any(_missing(own))):
+            tags |= _search(client, name, equal={tag: own[tag] for tag in ASKED if tag in own})
         rivals = {number: t for number, t in tags.items() if t.get("dataset", "") == dataset}
-        holder = aliases.get(alias)
-        overall = tags.get(aliases.get(CHAMPION, ""), {})
-        return cls(name, alias, rivals, holder if holder in rivals else None, overall)
+        held = str(holder.version) if holder else None
+        return cls(name, alias, rivals, held if held in rivals else None, overall.tags if overall else {})
 
     def winner(self, asking: str) -> str | None:
         """Return the version that should hold the alias, as `asking` sees it; None if there is none."""
@@ -118,6 +120,14 @@ class Board:
 
     def by_hand(self) -> list[str]:
         return sorted((v for v, tags in self.tags.items() if tags.get(BY) == HAND), key=int, reverse=True)
+
+    def losers(self, asking: str) -> list[str]:
+        """Return the versions whose tag is not needed any more: the holder, or their own figures, decide against them.
+
+        The best version has its tag always, so another writer's check finds it.
+        """
+        decided = self.tags if self.winner(asking) is not None else (asking,)
+        return [v for v in decided if v != self.holder and self.tags[v].get(BY) in (OPEN, RULE)]
 
     def by_rule(self, asking: str) -> str | None:
         """Return the best answer to the holder's question or, without a holder, to that of `asking`."""
@@ -202,8 +212,14 @@ def _count(text: str | None) -> int:
 
 def _give(client: "MlflowClient", board: Board, winner: str) -> None:
     """Set the dataset's alias, and `champion` unless a version of another dataset holds that by hand."""
-    client.set_model_version_tag(board.name, winner, BY, board.tags[winner].get(BY, RULE))
+    by = HAND if board.tags[winner].get(BY) == HAND else RULE
+    client.set_model_version_tag(board.name, winner, BY, by)
     elsewhere = board.overall.get("dataset") != board.tags[winner].get("dataset")
     if not (elsewhere and board.overall.get(BY) == HAND):
         client.set_registered_model_alias(board.name, CHAMPION, winner)
     client.set_registered_model_alias(board.name, board.alias, winner)  # last: its holder then has every alias
+
+
+def _search(client: "MlflowClient", name: str, *more: str, equal: Tags = MappingProxyType({})) -> dict[str, Tags]:
+    query = store.query(name, equal, *more)
+    return {str(v.version): v.tags for v in store.every(client.search_model_versions, filter_string=query)}

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -241,15 +242,14 @@ def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) ->
     Two writers may each have made one, on different machines or because MLflow's client repeated a request. The first
     stays and the others are deleted.
     """
-
-    def same(v: "ModelVersion") -> bool:
-        trial = request.tags.get(TRIAL)
-        return (v.run_id == run_id and v.tags.get(DIGEST) == digest) or (
-            trial is not None and v.tags.get(TRIAL) == trial
-        )
-
-    versions = store.every(client.search_model_versions, filter_string=f"name = '{request.name}'")
-    made = sorted(filter(same, versions), key=lambda v: int(v.version))
+    if TRIAL in request.tags:
+        own = {TRIAL: request.tags[TRIAL]}
+        query = store.query(request.name, own)
+    else:
+        own = {DIGEST: digest}
+        query = store.query(request.name, {}, f"run_id = '{run_id}'")
+    versions = store.every(client.search_model_versions, filter_string=query)
+    made = sorted((v for v in versions if own.items() <= v.tags.items()), key=lambda v: int(v.version))
     for other in made[1:]:
         _delete(client, other)
     return made[0] if made else None
@@ -267,8 +267,6 @@ def _delete(client: "MlflowClient", version: "ModelVersion") -> None:
 
 def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str, digest: str) -> "ModelVersion":
     """Log the model, then register it in one step with its tags: no version is ever without them."""
-    from mlflow.exceptions import MlflowException
-
     with package.staged(folder) as (files, binding):
         tags = request.tags | binding | {"headline": request.headline}
         model_id = package.log_model(
@@ -280,20 +278,20 @@ def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str,
             metrics=request.metrics,
             run_id=run_id,
         )
-    try:
-        client.create_registered_model(request.name)
-    except MlflowException as error:
-        if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
-            raise
+    register = partial(
+        client.create_model_version,
+        request.name,
+        source=f"models:/{model_id}",
+        run_id=run_id,
+        model_id=model_id,
+        tags=tags | {champion.BY: champion.OPEN},
+        description=shorten(request.description),
+    )
     with store.as_global(client.tracking_uri):
-        made = client.create_model_version(
-            request.name,
-            source=f"models:/{model_id}",
-            run_id=run_id,
-            model_id=model_id,
-            tags=tags,
-            description=shorten(request.description),
-        )
+        made = store.found(register)
+        if made is None:  # the first version. To look before costs a walk over all versions of the model
+            store.found(client.create_registered_model, request.name)
+            made = register()
     return _find(client, request, run_id, digest) or made
 
 

@@ -10,6 +10,9 @@ from certizoo.nearest import choices
 from certizoo.registry import version_tags
 from certizoo.registry.browse import Version
 
+OWN = ("name", "version", "alias")  # keys that are not tags
+CONDITION = re.compile(r"([^=<>!]+?)\s*(!=|>=|<=|=)\s*(.+)")
+
 
 def select(found: Iterable[Version], where: Sequence[str] = (), sort: str | None = None) -> list[Version]:
     """Return the versions that meet every condition, ordered by the tag `sort`.
@@ -17,8 +20,7 @@ def select(found: Iterable[Version], where: Sequence[str] = (), sort: str | None
     Conditions are `dataset=cifar10`, `certified_acc.0.1>=0.5`, also != and <=. Numbers are sorted from the best, texts
     alphabetically, versions without the tag last.
     """
-    conditions = [_condition(text) for text in where]
-    kept = [version for version in found if all(holds(version) for holds in conditions)]
+    kept = list(filter(meets(where), found))
     if sort is None:
         return kept
     if not any(fact(version, sort) for version in kept) and kept:
@@ -27,15 +29,32 @@ def select(found: Iterable[Version], where: Sequence[str] = (), sort: str | None
     return sorted(kept, key=lambda version: _order(fact(version, sort)))
 
 
+def meets(where: Sequence[str]) -> Callable[[Version], bool]:
+    """Return the predicate that every condition holds."""
+    conditions = [_condition(text) for text in where]
+    return lambda version: all(holds(version) for holds in conditions)
+
+
+def texts(where: Sequence[str]) -> dict[str, str]:
+    """Return the conditions KEY=TEXT, which a server can look up; numbers may be written in several ways."""
+    pairs = [match.groups() for text in where if (match := CONDITION.fullmatch(text.strip()))]
+    return {key: wanted for key, sign, wanted in pairs if sign == "=" and _number(wanted) is None}
+
+
+def tags_named(key: str, found: Iterable[Version]) -> set[str]:
+    """Return the tags that `fact` may read for the key."""
+    return {tag for version in found for tag in version.tags if tag == key or _same_radius(tag, key)}
+
+
 def fact(version: Version, key: str) -> str:
     """Return a tag, or name, version, alias; '' if there is none. `certified_acc.0.141` finds the tag of 36/255."""
-    own = {"name": version.name, "version": version.version, "alias": " ".join(version.aliases)}
+    own = dict(zip(OWN, (version.name, version.version, " ".join(version.aliases)), strict=True))
     known = own | version.tags
     return known[key] if key in known else next((v for tag, v in version.tags.items() if _same_radius(tag, key)), "")
 
 
 def _condition(text: str) -> Callable[[Version], bool]:
-    match = re.fullmatch(r"([^=<>!]+?)\s*(!=|>=|<=|=)\s*(.+)", text.strip())
+    match = CONDITION.fullmatch(text.strip())
     if match is None:
         raise UserError(f"{text!r} is not a condition; write KEY=VALUE, KEY!=VALUE, KEY>=NUMBER or KEY<=NUMBER")
     key, sign, wanted = match.groups()

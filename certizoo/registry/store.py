@@ -9,9 +9,10 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from certizoo import UserError
@@ -35,6 +36,7 @@ DEFAULTS = {
 REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
 FOREIGN_NAME = "Invalid Host header"  # MLflow's answer to a request under a host name that it was not told
+PLAIN = re.compile(r"[\w./:+-]{1,200}", re.ASCII)
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -108,7 +110,7 @@ def connect(uri: str | None = None) -> "MlflowClient":
     database(uri).parent.mkdir(parents=True, exist_ok=True)
     with locked(database(uri).parent):  # processes that migrate one fresh SQLite file together break it
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        client.search_registered_models(max_results=1)
+        client.search_registered_models("name = ''", max_results=1)  # nothing: with a model, MLflow walks its versions
     return client
 
 
@@ -188,6 +190,29 @@ def as_global(uri: str) -> Iterator[None]:
         os.environ.pop("MLFLOW_TRACKING_URI", None)
         if variable is not None:
             os.environ["MLFLOW_TRACKING_URI"] = variable
+
+
+def found(look_up: Any, *key: str) -> Any:
+    """Return what a look-up of the client finds, None if it finds nothing."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return look_up(*key)
+    except MlflowException as error:
+        if not is_refusal(error):
+            raise
+        return None
+
+
+def query(name: str | None = None, equal: Mapping[str, str] = MappingProxyType({}), *more: str) -> str:
+    """Return a filter for versions of the model `name` whose tags have these values, for MLflow's search.
+
+    Names and values may come from someone else. A value that MLflow's parser might take for syntax is left out: the
+    answer then holds more versions, among which the caller chooses.
+    """
+    quote = '"' if "'" in (name or "") else "'"
+    named = [] if name is None else [f"name = {quote}{name}{quote}"]
+    return " and ".join([*named, *more, *(f"tags.`{key}` = '{v}'" for key, v in equal.items() if PLAIN.fullmatch(v))])
 
 
 def every(page: Any, **query: Any) -> Iterator[Any]:

@@ -20,7 +20,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -121,6 +120,8 @@ class TrainStream(Stream):
 
     def samples(self, epoch: int, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
         """Iterate over the part, shuffled, again and again (each time in another order)."""
+        import webdataset as wds  # of an extra
+
         line = list(zip(self.shard_set.paths, self.shard_set.counts, strict=True))
         random.Random(mix(self.seed, epoch)).shuffle(line)
         paths, counts = zip(*line, strict=True)
@@ -143,6 +144,8 @@ class EvalStream(Stream):
         return min(self.config.workers, cores())
 
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
+        import webdataset as wds  # of an extra
+
         start, stop = (self.first + self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
         items = wds.DataPipeline(
             partial(entries, segments(self.shard_set.paths, self.shard_set.counts, start, stop)),

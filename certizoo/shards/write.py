@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import webdataset as wds
 from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
@@ -117,6 +116,8 @@ def _listed(
 
 def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
     """Write under another name, then rename: a file with the final name is complete."""
+    import webdataset as wds  # of an extra
+
     labels: Counter[int] = Counter()
     try:
         with (

@@ -37,9 +37,8 @@ def requirements(section: str) -> list[tuple[str, str, str]]:
     for line in (ROOT / "pyproject.toml").read_text().splitlines():
         if one := ONE_LINE.match(line):
             if one[1] == section:
-                return [
-                    (name, asked, one[3] or "") for name, asked in re.findall(r'"([\w.-]+)(?:\[\w+\])?([^"]*)"', one[2])
-                ]
+                listed = re.findall(r'"([\w.-]+)(?:\[[\w,]+\])?([^"]*)"', one[2])
+                return [(name, asked, one[3] or "") for name, asked in listed]
         elif SECTION.match(line):
             inside = line.startswith(f"{section} =")
         elif line.startswith("]"):

@@ -9,6 +9,7 @@ import pytest
 
 from certizoo import __main__ as program
 from certizoo import __version__
+from certizoo.extras import EXTRAS
 from tests.tools.launching import ROOT
 
 
@@ -69,3 +70,15 @@ def test_a_module_of_earlier_versions_names_the_command_and_runs_it(name: str) -
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, f"python -m {name} is now: certizoo {name}\n")
     assert done.stdout.startswith("usage:")
+
+
+def test_a_command_without_its_extra_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "find_spec", lambda library: None)
+    for command, library in program.NEEDS.items():
+        with pytest.raises(SystemExit):
+            program.main([command])
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {command} needs {library}, which is not installed here; pip install ")
+        assert said.endswith(f"'certizoo[{EXTRAS[library]}]'\n")

@@ -128,6 +128,7 @@ def tree(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_it_has_models_recipes_and_certificates(tree: Path) -> None:
     done = run(tree, "-c", BY_HAND)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from torch import nn
 from tests.tools.expansions import Instance
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
+from zoo.attention.masked import MaskedAttention
 from zoo.attention.window import WindowAttention
 
 N, D, H = 5, 12, 3
@@ -53,10 +54,18 @@ def instances() -> Iterator[Instance]:
         yield instance(trained(steps))
 
 
+def masked(scale: float = 0.5, heads: int = H, tokens: int = 4, dim: int = D) -> MaskedAttention:
+    """Return attention with numbers on its scores and with keys left out, others for every head; none sees nothing."""
+    keep = (torch.rand(heads, tokens, tokens) > 0.15) | torch.eye(tokens).bool()
+    bias = scale * torch.randn(heads, tokens, tokens)
+    return MaskedAttention(DotProductAttention(dim, heads), bias.masked_fill(~keep, -math.inf))
+
+
 MIXTURES: dict[type[nn.Module], Callable[[], nn.Module]] = {
     DotProductAttention: lambda: DotProductAttention(D, H),
     GPSA: lambda: GPSA(DotProductAttention(D, H)),
     WindowAttention: lambda: WindowAttention(DotProductAttention(D, H), (2, 2)),
+    MaskedAttention: masked,
 }
 
 

@@ -9,12 +9,14 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Swi
 from torch import Tensor, nn
 
 from tests.tools.ascent import largest_change
+from tests.tools.attention_cases import masked
 from zoo import create_model
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
+from zoo.attention.masked import MaskedAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.window import WindowAttention
 from zoo.bounds.first_order import layer_of, residual_layer_of
@@ -119,6 +121,7 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     CellConv2d: (cell_conv2d, 0.9),
     ReLUx: (lambda s: scaled_(ReLUx((N, D), 1.0), s), 0.9),
     WindowAttention: (lambda s: scaled_(WindowAttention(DotProductAttention(D, H), (2, 2)), s), 0.9),
+    MaskedAttention: (lambda s: scaled_(masked(s, H, N), s), 0.9),
     SwinTransformerBlock: (lambda s: swin_stage(s).get_submodule("blocks.1"), 0.7),
     SwinTransformerStage: (swin_stage, 0.3),
     PatchMerging: (lambda s: swin_stage(s).get_submodule("downsample"), 0.9),

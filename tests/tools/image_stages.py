@@ -1,5 +1,6 @@
 """Analyses and radius stages of method `image` on small models, and their maps as dense matrices."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -41,14 +42,23 @@ def stage_of(analysis: ImageAnalysis, e: float) -> RadiusStage:
     return RadiusStage(here, torch.full_like(here.images[:, 0, 0, 0], e), Columns.of(here.tape, here.images))
 
 
-def beaten(certifier: Image, analysis: ImageAnalysis, stage: RadiusStage, radii: tuple[float, ...]) -> bool:
-    """Check if an image of one of the balls inside these L2 balls loses more margin than the stage claims."""
+def beaten(
+    certifier: Image,
+    analysis: ImageAnalysis,
+    stage: RadiusStage,
+    radii: tuple[float, ...],
+    bounds: Callable[[RadiusStage, Tensor], Tensor] | None = None,
+) -> bool:
+    """Check if an image of one of the balls inside these L2 balls loses more margin than the stage claims.
+
+    `bounds` returns the losses of all rivals, `formed_losses` by default.
+    """
     label_B, ball = analysis.clean.label_B, analysis.ball
     search = ascend if ball.norm == "l2" else ascend_box
     for e in radii:
         e_B = stage.most_B / stage.most_B * e
         loss_BJ = stage.losses(e_B, torch.full_like(analysis.clean.margin_BJ, torch.inf))
-        bounds_BJ = formed_losses(stage, e_B)
+        bounds_BJ = (bounds or formed_losses)(stage, e_B)
         for step in (1, 2, 3):
             rival_B = (label_B + step) % 4
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.shared.bake import bake
+from tests.tools.attention_cases import masked
 from tests.tools.first_order_cases import norm_with_affine, scaled_
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
@@ -56,6 +57,7 @@ MODULES: dict[str, Any] = {
     "gpsa fused": lambda s: with_positions(GPSA(scaled_(DotProductAttention(D, 4), s)), s),
     "window": lambda s: WindowAttention(scaled_(DotProductAttention(D, 4), s), (2, 2)),
     "window l2": lambda s: WindowAttention(scaled_(L2Attention(D, 4), s), (2, 2)),
+    "masked": lambda s: scaled_(masked(s, 4, N, D), s),
     "conv mixing": lambda s: scaled_(ConvMixing(D, 4, kernels=(1, 3, 5, 7)), s),
     "conv": lambda s: scaled_(nn.Conv2d(N, 6, 3, stride=2, padding=1), s),
     "conv by products": lambda s: scaled_(CellConv2d(N, 6, 4, stride=2, padding=1), s),

@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from certizoo import UserError
 from certizoo.registry import store
 
+TRAINING = ("train", "evaluate", "registry")  # extras
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -72,20 +74,25 @@ def seconds(dtype: torch.dtype) -> float:
 
 
 def requirements() -> Iterator[Finding]:
-    """Compare installed versions with the project's requirements, without extras."""
+    """Compare installed versions with what training requires."""
     try:
         wanted = [Requirement(text) for text in metadata.requires("certizoo") or []]
     except metadata.PackageNotFoundError:
         yield Finding("versions", "the project is not installed", False, "make install")
         return
     shown, wrong = [], []
-    for requirement in (r for r in wanted if r.marker is None or r.marker.evaluate()):
+    for requirement in (r for r in wanted if r.name != "certizoo" and _for_training(r)):
         version = version_of(requirement.name)
         shown.append(f"{requirement.name} {version}")
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"'{requirement}'")
     text = f"Python {sys.version.split()[0]}, " + ", ".join(shown)
     yield Finding("versions", text, not wrong, f"pip install {' '.join(wrong)}")
+
+
+def _for_training(requirement: Requirement) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in TRAINING)
 
 
 def version_of(name: str) -> str | None:

@@ -13,7 +13,7 @@ operation that is not in the table is refused. Proof: docs/proofs.md#slack.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,13 @@ def defects(links: Sequence[Callable[[Tensor], Tensor]], ends: Sequence[int], po
     """Return for every step of a chain how far its clean point may be off, RESERVE ||X_l - f_l(X_{l-1})||_F (B,).
 
     The values are never below the truth. Each belongs to the last step of a link f_l, which ends after ends[l] steps;
-    steps inside a link get 0. `points` are X_0 (B, ...) and those after each step, computed in any way.
+    steps inside a link get 0, and a link without steps, such as an identity, adds to the step before it. `points` are
+    X_0 (B, ...) and those after each step, computed in any way.
     """
     found = [torch.zeros(len(points[0]), dtype=torch.float64, device=points[0].device) for _ in points[1:]]
     for link, start, end in zip(links, (0, *ends), ends, strict=False):
         error = defect(link, points[start], points[end])
-        found[end - 1] = nan_to_inf(RESERVE * torch.linalg.vector_norm(error.flatten(1), dim=1))
+        found[end - 1] = found[end - 1] + nan_to_inf(RESERVE * torch.linalg.vector_norm(error.flatten(1), dim=1))
     return found
 
 
@@ -160,7 +161,15 @@ def _fresh(value: Tensor, error: Tensor) -> Known:
 def _add(a: Operand, b: Operand, alpha: float = 1.0) -> Known:
     x, y = _pair(a, b)
     size = x.size + abs(alpha) * y.size
-    return Known(x.value + alpha * y.value, size, x.error + abs(alpha) * y.error + 2 * U * size)
+    value, error = x.value + alpha * y.value, x.error + abs(alpha) * y.error + 2 * U * size
+    if bool(size.isinf().any()):  # an infinite constant, such as -inf of a mask, makes an exact sum
+        error = torch.where(_infinite(x) | _infinite(y), 0.0, error)
+    return Known(value, size, error)
+
+
+def _infinite(x: Known) -> Tensor:
+    """Return where x is infinite itself; a number that overflowed has an infinite error."""
+    return x.value.isinf() & (x.error == 0)
 
 
 def _sub(a: Operand, b: Operand, alpha: float = 1.0) -> Known:
@@ -204,6 +213,12 @@ def _pow(x: Known, exponent: float) -> Known:
     if exponent == 3:
         return _mul(_mul(x, x), x)
     raise UserError(f"x^{exponent:g} has no rounding bound; add one to zoo/bounds/float_error.py")
+
+
+def _where(chosen: Tensor, a: Operand, b: Operand) -> Known:
+    """Choose by a constant; a comparison of computed numbers has no bound and never gets here."""
+    x, y = _pair(a, b)
+    return Known(*(torch.where(chosen, getattr(x, part), getattr(y, part)) for part in ("value", "size", "error")))
 
 
 def _product(apply: Callable[[Tensor, Tensor], Tensor], x: Known, y: Known, terms: int) -> Known:
@@ -314,6 +329,13 @@ def _lipschitz(f: Callable[..., Tensor], slope: float, rounding: float) -> Calla
     return rule
 
 
+def _softplus(x: Known, beta: float = 1.0, threshold: float = 20.0) -> Known:
+    """Add to the slope 1 the jump at the threshold, for entries that may lie on either side of it."""
+    smooth = _lipschitz(torch.nn.functional.softplus, 1.0, 2 * LIBM)(x, beta, threshold)
+    either = (beta * x.value - threshold).abs() <= 2 * beta * x.error + 8 * U * threshold
+    return replace(smooth, error=smooth.error + either * (math.log1p(math.exp(-threshold)) / beta * OUT))
+
+
 def _exp(x: Known) -> Known:
     value = x.value.exp()
     return _fresh(value, value * (torch.expm1(x.error) + LIBM * (1 + x.error.exp())) + TINY)
@@ -390,6 +412,13 @@ def _pooled(name: str, terms: Callable[..., int]) -> Callable[..., Known]:
     return rule
 
 
+def _sort(x: Known, dim: int = -1, descending: bool = False) -> list[Any]:
+    """Return the rule of order statistics, |sort a - sort b| <= max |a - b|; the indices are not numbers."""
+    value, at = x.value.sort(dim, descending)
+    error = x.error.amax(dim, True).expand_as(value)
+    return [Known(value, x.size.amax(dim, True).expand_as(value), error), at]
+
+
 def _max_pool(x: Known, *args: Any, **kwargs: Any) -> list[Any]:
     """Return the rule of maxima, |max a - max b| <= max |a - b|; the indices are not numbers."""
 
@@ -435,7 +464,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "tanh": _lipschitz(torch.tanh, 1.0, LIBM),
     "gelu": _lipschitz(torch.nn.functional.gelu, 1.13, 2 * LIBM),
     "silu": _lipschitz(torch.nn.functional.silu, 1.1, 2 * LIBM),
-    "softplus": _lipschitz(torch.nn.functional.softplus, 1.0, 2 * LIBM),
+    "softplus": _softplus,
     "relu": _lipschitz(torch.relu, 1.0, 0.0),
     "clamp": _lipschitz(torch.clamp, 1.0, 0.0),
     "clamp_min": _lipschitz(torch.clamp_min, 1.0, 0.0),
@@ -459,6 +488,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "_adaptive_avg_pool2d": _pooled("_adaptive_avg_pool2d", lambda x, *_: x[0, 0].numel()),
     "_adaptive_avg_pool2d_backward": _pooled("_adaptive_avg_pool2d_backward", lambda g, x: x[0, 0].numel()),
     "max_pool2d_with_indices": _max_pool,
+    "sort": _sort,
+    "where": _where,
     "maximum": _extremum(torch.maximum),
     "minimum": _extremum(torch.minimum),
 }

@@ -424,7 +424,8 @@ def _entrance(module: ViT) -> Links:
 def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     """Return everything up to the pooled token, and the linear head (for pairwise margins).
 
-    Embedding, class token and pooling are affine.
+    Embedding, class token and pooling are affine. The last norm acts on every token alone, so where the class token is
+    pooled, it is the norm of that token: changes of the others do not count there.
     """
     if not module.global_pool:
         raise NoRule(module, "it returns every token; create it with a pooling, 'avg' or 'cls'")
@@ -443,7 +444,8 @@ def vit_trunk(module: ViT) -> tuple[Links, nn.Linear]:
     blocks: list[nn.Module | Link] = list(module.blocks)
     if module.cls_after:
         blocks.insert(module.cls_after, joins)
-    return (*_entrance(module), *blocks, module.norm, pooling, OneToken(module.fc_norm)), module.head
+    norm = (module.norm, pooling) if module.global_pool == "avg" else (pooling, OneToken(module.norm))
+    return (*_entrance(module), *blocks, *norm, OneToken(module.fc_norm)), module.head
 
 
 register(ViT, ModuleRules(trunk=vit_trunk, shapes=vit_shapes))

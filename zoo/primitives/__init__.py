@@ -5,7 +5,19 @@
 
 from torch import nn
 
-from zoo.primitives import activations, branches, diagonal, folded, gates, groups, moves, pooling
+from zoo.primitives import (
+    activations,
+    branches,
+    diagonal,
+    folded,
+    gates,
+    groups,
+    jumps,
+    moves,
+    pooling,
+    softmax,
+    sorting,
+)
 
 PRIMITIVES: tuple[type[nn.Module], ...] = (
     *activations.KINDS,
@@ -14,6 +26,9 @@ PRIMITIVES: tuple[type[nn.Module], ...] = (
     *folded.KINDS,
     *gates.KINDS,
     *groups.KINDS,
+    *jumps.KINDS,
     *moves.KINDS,
     *pooling.KINDS,
+    *softmax.KINDS,
+    *sorting.KINDS,
 )

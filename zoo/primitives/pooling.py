@@ -151,7 +151,7 @@ def window_max_expansion(module: WindowMax) -> Expand:
         def remainder(g: Tensor) -> Bound:
             harm = (-g).clamp_min(0).flatten(2).unsqueeze(2)
             whole_CB = length(harm.flatten(2))
-            return lambda r: _shared(harm, gap_B1W, whole_CB, r)
+            return lambda r: shared(harm, gap_B1W, whole_CB, r)
 
         ones_B = x.new_ones(len(x))
         return Expansion(
@@ -166,7 +166,7 @@ def _gap(top: Tensor) -> Tensor:
     return (top[..., 0] - top[..., 1]) / OUT if top.shape[-1] == 2 else torch.full_like(top[..., 0], torch.inf)
 
 
-def _shared(harm_CB1W: Tensor, gap_B1W: Tensor, whole_CB: Tensor, r: Tensor) -> Tensor:
+def shared(harm_CB1W: Tensor, gap_B1W: Tensor, whole_CB: Tensor, r: Tensor) -> Tensor:
     """Bound sup sum_w harm_w (sqrt2 |G_w| - gap_w)_+ over sum |G_w|^2 <= r^2, also by |harm| sqrt2 r."""
     finite = r.clamp(max=FAR).expand(torch.broadcast_shapes(r.shape, whole_CB.shape))
     reach = at_least_near(SQRT2 * finite)

@@ -21,6 +21,7 @@ from tests.tools.ascent import ascend, margin_loss
 from tests.tools.captured_models import MODELS, OWN, SIZE, Tokens, plain, settled
 from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
+from zoo.attention.masked import MaskedAttention
 from zoo.layers.mlp import Mlp
 from zoo.layers.norms import SmoothProject
 from zoo.models.vit import ViT
@@ -64,6 +65,58 @@ def test_no_attack_beats_a_certified_radius(name: str, method: str) -> None:
     radius_B = certified_radius(model, x, y, method, nonce="a")
     assert (radius_B > 0).all()
     assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 40, 3) <= 0).all()
+
+
+class Masked(nn.Module):
+    """One block of attention with a constant mask, in one of the ways in which people write it."""
+
+    mask: Tensor
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.qkv = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8, eps=0.1), nn.Linear(8, 24)
+        self.out, self.head, self.attend = nn.Linear(8, 8), nn.Linear(8, 4), attend
+        self.register_buffer("mask", torch.randn(2, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).flatten(2).mT
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).transpose(1, 3).unbind(2)
+        y = self.attend(q, k, v, self.mask)
+        return self.head((x + self.out(y.transpose(1, 2).flatten(2))).mean(1))
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "numbers": lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+    "booleans": lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m > 0.1 * m.max() - 9),
+    "causal": lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "added": lambda q, k, v, m: (m + q @ k.mT * 0.5).softmax(-1) @ v,
+    "filled": lambda q, k, v, m: (q @ k.mT * 0.5).masked_fill(m[0] == -torch.inf, -torch.inf).softmax(-1) @ v,
+    "chosen": lambda q, k, v, m: torch.where(m[1] > -9, q @ k.mT * 0.5, -torch.inf).softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_with_a_constant_mask_is_one_module(name: str) -> None:
+    model, x, y = settled(lambda: Masked(MASKS[name]))
+    exact = capture(prepared(model), tuple(x.shape[1:])).exact
+    assert exact is not None
+    assert MaskedAttention in {type(module) for module in exact.modules()}
+    radius_B = certified_radius(model, x, y, "adjoint", nonce="a")  # compares the logits
+    assert (radius_B > 0).all()
+    assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
+
+
+def test_a_mask_that_is_none_of_these_is_refused() -> None:
+    refused = {
+        "scores set to -9": lambda q, k, v, m: (q @ k.mT).masked_fill(m[0] == -torch.inf, -9.0).softmax(-1) @ v,
+        "depends on the image": lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, q @ k.mT),
+        "leaves a query no key": lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m - torch.inf),
+    }
+    for words, attend in refused.items():
+        model, x, y = settled(lambda attend=attend: Masked(attend))  # type: ignore[misc]
+        with pytest.raises(UserError, match=words):
+            certify(model, x, y, 0.1)
 
 
 @pytest.mark.slow
@@ -201,6 +254,13 @@ SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "uneven average": (lambda x: F.adaptive_avg_pool2d(x, 3), True),
     "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x, 2), True),
     "circular": (lambda x: F.pad(x, (1, 1, 1, 1), "circular"), True),
+    "softplus": (F.softplus, False),
+    "softplus with a jump": (lambda x: F.softplus(x, 2.0, 0.5), False),
+    "softmax": (lambda x: x.softmax(1), True),
+    "normalised": (lambda x: F.normalize(x, dim=1), True),
+    "normalised vector": (F.normalize, False),
+    "sorted groups": (lambda x: x.view(-1, 2, 4).sort(-1, descending=True).values.flatten(1), False),
+    "sorted channels": (lambda x: x.sort(1).values, True),
     "group norm": (lambda x: F.group_norm(x, 2, eps=0.1), True),
     "instance norm": (lambda x: F.instance_norm(x, eps=0.1), True),
 }
@@ -216,6 +276,12 @@ def test_an_operation_has_its_logits_and_a_radius_that_holds(name: str) -> None:
     radius_B = certified_radius(model, x, y, "adjoint", nonce="a")  # compares the logits
     assert (radius_B > 0).all()
     assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
+
+
+def test_the_last_softmax_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3), nn.Softmax(-1))
+    with pytest.raises(UserError, match="leave out the last softmax"):
+        certify(model, torch.rand(2, 3, 2, 2), torch.zeros(2).long(), 0.1)
 
 
 # what is refused ------------------------------------------------------------------------------------------------------
@@ -248,9 +314,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "other images": (lambda x: x - x.mean(0), "over the images"),
     "images by index": (lambda x: x[[0, 0]], "mixes the images"),
     "float32": (lambda x: x.float().double(), "float32"),
-    "a lookup": (lambda x: torch.sort(x, -1).values, r"sort \("),
+    "a lookup": (lambda x: torch.topk(x, SIZE).values, r"topk \("),
     "batch statistics": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
-    "a softmax": (lambda x: x.softmax(-1), "softmax outside attention"),
+    "another's lengths": (lambda x: x.relu() / x.norm(dim=1, keepdim=True).clamp_min(0.1), "lengths of another"),
+    "lengths without eps": (lambda x: x / x.norm(dim=1, keepdim=True), "may be 0"),
+    "lengths of others": (lambda x: x / x.norm(dim=2).clamp_min(0.1).unsqueeze(3), "or of other rows"),
 }
 
 

@@ -101,6 +101,7 @@ def test_forms_do_not_diverge_in_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -
     assert (both_B / maps_B).log().mean() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "standard"))
 def test_reaches_and_seminorms_are_those_of_dense_maps(parts: str) -> None:
     """The bounds are never below the exact values, and as close as each one promises."""

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import zoo
-from certify import certified_radius, certify, evaluate
+from certify import certified_radius, certify, evaluate, explain
+from certify.adjoint.adjoint import Adjoint
 from certify.api import TOLERANCE, certifier, radius_of
-from certify.methods import named
+from certify.methods import choices, image_shape, named
 from certify.methods.lofast import LoFAST
 from certify.methods.served import SERVED_METHODS
 from certify.shared.bake import bake, logit_difference
@@ -221,7 +222,35 @@ def test_auto_is_best_where_that_can_be_afforded() -> None:
     settings = Settings(served_dtype="float32")
     assert (settings.of(small).method, settings.of(large).method) == ("best", "lofast")
     middle = zoo.create_model("dp_vit_ti", img_size=32, patch_size=16)
-    assert named("auto", middle) == named("auto", middle, (3, 32, 32)) == "adjoint"
-    assert named("auto", nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (3, 2, 2)) == "adjoint", "conv nets are wide"
+    assert named("auto", middle) == "adjoint"
+    assert choices("auto", nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (3, 2, 2))[0] == "adjoint", "nets are wide"
     assert {"best", "adjoint", "lofast"} <= set(SERVED_METHODS), "which count rounding"
     assert Settings().of(small) == replace(Settings(), method="best")
+
+
+@pytest.mark.parametrize("name", mostly_slow(zoo.list_models(), "conv_6c2f", "l2_certvit_mnist", "covit_t1"))
+def test_auto_is_one_method_with_images_and_without(name: str) -> None:
+    """Python and `evaluate` know the images; the stage and the commands know the model alone."""
+    options = zoo.model_options(name)
+    with torch.device("meta"):
+        model = zoo.create_model(name)
+    assert image_shape(model) == (options["in_chans"], options["img_size"], options["img_size"])
+    if name.startswith("conv_"):
+        assert "lofast" not in choices("auto", model)[:1]
+
+
+def test_auto_is_lofast_everywhere_where_a_layer_has_no_second_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create_model("dp_vit_ti", img_size=32, patch_size=16, depth=3).eval()
+    x = torch.rand(1, 3, 32, 32)
+    y = model(x).argmax(-1)
+
+    def refuse(self: Adjoint, model: nn.Module, *_: Any) -> None:
+        raise NoRule(model, "no remainder is proved for this module type")
+
+    assert explain(model, x, y).auto == Settings().of(model).method == "adjoint"
+    monkeypatch.setattr(Adjoint, "__init__", refuse)
+    assert isinstance(certifier(model, "auto", batch=(x, y)), LoFAST)
+    assert explain(model, x, y).auto == Settings().of(model).method == "lofast"
+    assert "radius.lofast" in evaluate(model, x, y, eps=(1e-9,), attack=AttackConfig(norm="l2", steps=1)).columns
+    with pytest.raises(NoRule):
+        certifier(model, "adjoint", batch=(x, y))

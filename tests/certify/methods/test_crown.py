@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 import zoo
+from benchmarks.vnncomp import vit
 from certify import certified_radius, certify
 from certify.methods import crown as door
 from certify.methods.crown import Crown, Plain, plain
 from certify.shared.bake import bake
+from certify.shared.certificate import decide, lowered
 from tests.tools.ascent import ascend, margin_loss
+from tests.tools.exported_vit import exported, published_vit
 from tests.tools.small_models import PARTS, THREE_HEADS, labelled, small_model
 
 GAIN = 2.0  # the loss per unit of eps that the stand-in claims for every margin
@@ -184,6 +187,23 @@ def test_a_box_is_asked_for_as_one(stand_in: StandIn) -> None:
     limit = float(analysis.clean.margin_BJ.amin()) / GAIN
     assert analysis.at(limit / 2).certified_B.all()
     assert [eps for eps, _ in stand_in.calls] == [limit / 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_is_bounded_layer_by_layer(stand_in: StandIn, seed: int) -> None:
+    """A bound of the rounding of the whole net at once overflows on this net, and no image would be correct."""
+    stand_in.norm = float("inf")
+    model = vit.read(exported(published_vit(seed, depth=4)))
+    x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    y = model(x.double()).argmax(1)
+    analysis = Crown(model, "linf").analyse(x, y)
+    assert lowered(bake(model), x.double(), analysis.clean).margin_BJ.amin() == -torch.inf
+    at_image = analysis.at(0.0)
+    assert (at_image.certified_B & (at_image.loss_B < 1e-3 * at_image.margin_B)).all()
+    assert analysis.at(0.9 * analysis.clean.margin_BJ.amin(1) / GAIN).certified_B.all()
+    lost = decide(lowered(bake(model), x.double(), analysis.clean), torch.zeros(4, 4).double(), at_image.eps_B)
+    assert (lost.correct_B & lost.unknown_B & ~lost.certified_B).all()
 
 
 MODELS: dict[str, Callable[[], Any]] = {

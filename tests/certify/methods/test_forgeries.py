@@ -44,7 +44,7 @@ def quick(family: str, scale: float, method: str, norm: str) -> bool:
     takes seconds, so it has one family of each kind, and `best`, which combines the others, has one.
     """
     own_norm = NORMS[list(FAMILIES).index(family) % 2]
-    families = {"image": ("mixing", "pool_head", "gradient"), "best": ("mixing",)}.get(method, FAMILIES)
+    families = {"image": ("pool_head", "gradient"), "best": ("mixing",)}.get(method, FAMILIES)
     return scale == 2.0**80 and family in families and (method.startswith("lofast") or norm == own_norm)
 
 

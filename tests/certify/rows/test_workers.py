@@ -37,6 +37,7 @@ def no_worker_survives() -> Iterator[None]:
     assert not active_children()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_rows_of_one(handover: Path, digits: Path, tmp_path: Path) -> None:
     one = stage.run(handover, data(digits), FEW, tmp_path / "one")
     done: list[int] = []

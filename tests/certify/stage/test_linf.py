@@ -49,6 +49,7 @@ def images_of(digits: Path) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     return keys, images, labels
 
 
+@pytest.mark.slow
 def test_rows_are_of_linf_certificate_and_attack(
     out: Path, summary: dict[str, Any], handover: Path, digits: Path
 ) -> None:

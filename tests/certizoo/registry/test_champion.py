@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from certizoo import UserError
 from certizoo.registry import browse, champion, store
@@ -52,9 +54,9 @@ def test_it_moves_only_to_strictly_better_of_its_dataset(issue: Issue, tmp_path:
 
 NOT_ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "one image at a tiny eps": ({"share": 0.0, "images": 1, "eps": "0.001"}, "1 images are fewer"),
-    "another eps": ({"share": 1.0, "eps": "0.001"}, "question differs.*headline"),
-    "another norm": ({"share": 1.0, "threat_model": {"norm": "linf"}}, "question.*norm linf"),
-    "other shards of that name": ({"share": 1.0, "data_digest": "f" * 64}, "question.*data_digest ffff"),
+    "another eps": ({"share": 1.0, "eps": "0.001"}, "cannot be compared.*headline"),
+    "another norm": ({"share": 1.0, "threat_model": {"norm": "linf"}}, "cannot be compared.*norm linf"),
+    "other shards of that name": ({"share": 1.0, "data_digest": "f" * 64}, "cannot be compared.*data_digest ffff"),
     "few images": ({"share": 1.0, "images": 299}, "299 images are fewer than champion_images=300"),
     "few images, which it says are enough": ({"share": 1.0, "images": 50, "tags": {"champion_images": "50"}}, "beat"),
     "no bound": ({"share": 1.0, "tags": {"certified_low.0.1": "nan"}}, "tag certified_low"),
@@ -166,16 +168,26 @@ class Racing:
     @staticmethod
     def facts(score: float) -> dict[str, str]:
         asked = {"dataset": "d", "norm": "l2", "headline": "certified_acc.1", "data_digest": "x", "images": "500"}
-        return asked | {"weights_sha256": "w", "certified_acc.1": str(score), "certified_low.1": str(score)}
+        shares = {"certified_acc.1": str(score), "certified_low.1": str(score)}
+        return asked | shares | {"weights_sha256": "w", "champion_by": "open"}
 
-    def search_model_versions(self, **_: object) -> object:
-        return SearchResult([SimpleNamespace(version=v, tags=dict(t)) for v, t in self.tags.items()])
+    def search_model_versions(self, filter_string: str, **_: object) -> object:
+        wanted = [v for v, tags in self.tags.items() if "champion_by" in tags or "LIKE" not in filter_string]
+        return SearchResult([self.get_model_version("m", v) for v in wanted])
 
-    def get_registered_model(self, _: str) -> object:
-        return SimpleNamespace(aliases=dict(self.aliases))
+    def get_model_version(self, _: str, version: str) -> object:
+        return SimpleNamespace(version=version, tags=dict(self.tags[version]))
+
+    def get_model_version_by_alias(self, _: str, alias: str) -> object:
+        if alias not in self.aliases:
+            raise MlflowException("no such alias", INVALID_PARAMETER_VALUE)
+        return self.get_model_version("m", self.aliases[alias])
 
     def set_model_version_tag(self, _: str, version: str, key: str, value: str) -> None:
         self.tags[version][key] = value
+
+    def delete_model_version_tag(self, _: str, version: str, key: str) -> None:
+        del self.tags[version][key]
 
     def set_registered_model_alias(self, _: str, alias: str, version: str) -> None:
         if self.meanwhile:

@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 # Each stage, and each variant with code of its own.
-QUICK = ("zero0", "zero0-muon", "zero1", "zero1-sgd", "zero2-bf16", "zero3", "zero3-offloaded")
+QUICK = ("zero0", "zero0-muon", "zero1-sgd", "zero2-bf16", "zero3", "zero3-offloaded")
 CHOICES = {"quick": QUICK, "rest": tuple(name for name in VARIANTS if name not in QUICK)}
 
 

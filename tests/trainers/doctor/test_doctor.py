@@ -78,7 +78,11 @@ def test_a_version_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -
     (fine,) = machine.requirements()
     assert fine.fits
     monkeypatch.setattr(machine, "version_of", lambda name: "1.0" if name == "torch" else fine.found)
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: ["torch>=2.11", "ruff>=9 ; extra == 'dev'"])
+    monkeypatch.setattr(
+        machine.metadata,
+        "requires",
+        lambda name: ["torch>=2.11", "ruff>=9; extra == 'dev'", "certizoo[x]; extra == 'train'"],
+    )
     (wrong,) = machine.requirements()
     assert not wrong.fits
     assert wrong.fix == "pip install 'torch>=2.11'"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
-from tests.tools.attention_cases import random_
+from tests.tools.attention_cases import masked, random_
 from tests.tools.attention_cores import (
     ONE,
     RADII,
@@ -266,6 +266,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "L2": lambda: L2Attention(12, 2),
     "L2 with keys": lambda: L2Attention(12, 2, tied=False),
     "SCSA": lambda: ScaledCosineAttention(12, 2),
+    "masked": lambda: masked(1.0, 2),
     "window of L2": lambda: WindowAttention(L2Attention(12, 2), (2, 2)),
     "gated SCSA": lambda: GPSA(ScaledCosineAttention(12, 2)),
 }

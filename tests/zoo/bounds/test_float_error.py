@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.bounds import float_error
@@ -107,6 +107,15 @@ def test_images_do_not_change_each_other() -> None:
     alone = torch.cat([float_error.defect(f, one, f(one)) for one in x.split(1)])
     together = float_error.defect(f, x, f(x))
     torch.testing.assert_close(together, alone, rtol=0.5, atol=1e-14)
+
+
+def test_a_link_without_steps_keeps_the_rounding_of_the_step_before_it() -> None:
+    x = torch.randn(6, N, D, generator=torch.Generator().manual_seed(0)).double()
+    links: list[Callable[[Tensor], Tensor]] = [nn.Identity(), CASES["linear"][0], nn.Identity()]
+    (found,) = float_error.defects(links, [0, 1, 1], [x, links[1](x)])
+    (alone,) = float_error.defects(links[1:2], [1], [x, links[1](x)])
+    assert (alone > 0).all()
+    assert torch.equal(found, alone)
 
 
 def test_what_has_no_bound_is_refused() -> None:

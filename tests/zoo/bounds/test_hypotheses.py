@@ -17,6 +17,7 @@ from certify.shared.certificate import Analysis
 from certizoo import UserError
 from tests.tools.small_models import distinct, labelled, small_model
 from zoo.arithmetic import length
+from zoo.attention.masked import MaskedAttention
 from zoo.attention.theory.softmax_row import norm_upper
 from zoo.bounds import lanczos
 from zoo.bounds import rule_table as table
@@ -44,8 +45,11 @@ def tiny(name: str) -> Any:
 def sites() -> dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]]:
     """Return (type, name) -> a model of the zoo and a module of that type with a parameter or buffer of that name."""
     found: dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]] = {}
-    for name in (*distinct(), "stem"):
-        model = small_model("stem", 0).double() if name == "stem" else tiny(name)
+    for name in (*distinct(), "stem", "masked"):
+        model = tiny(name) if name in distinct() else small_model("stem", 0).double()
+        if name == "masked":
+            for block in model.blocks:
+                block.attn = MaskedAttention(block.attn, torch.rand(1, 4, 4).double())
         trunk(model)  # models of the zoo pass: every shape is stated and right
         for _, module in modules_of(model):
             for key, _ in own_tensors(module):

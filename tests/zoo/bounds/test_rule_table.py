@@ -21,6 +21,7 @@ from zoo.attention.conv_mixing import ConvMixing
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.lofast import lofast
+from zoo.attention.masked import MaskedAttention
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.window import WindowAttention
 from zoo.bounds import rule_table as table
@@ -50,9 +51,10 @@ BLOCKS = {PreNormBlock, PostNormBlock, NormFirstBlock, SwinTransformerBlock, Swi
 ATTACKED: dict[str, set[type[nn.Module]]] = {
     "rule": set(first_order_cases.CASES) - BLOCKS - {nn.Sequential, Mlp},
     "chain": BLOCKS | {nn.Sequential, Mlp},
-    "residual": {DotProductAttention, GPSA, ConvMixing},  # test_first_order.py enumerates the table itself
+    # test_first_order.py enumerates the table itself
+    "residual": {DotProductAttention, GPSA, MaskedAttention, ConvMixing},
     "local": set(attention_cases.MIXTURES) | VARIANTS,
-    "local_residual": {DotProductAttention, GPSA},
+    "local_residual": {DotProductAttention, GPSA, MaskedAttention},
     "trunk": {ViT, Swin, ConvNet, Captured},  # models of the zoo: test_adjoint_zoo.py; captured: test_capture.py
     "expansion": {
         *curvature_cases.CASES, *curvature_cases.AFFINE, *curvature_cases.IDENTITIES,

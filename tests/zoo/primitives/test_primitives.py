@@ -22,8 +22,10 @@ from zoo.primitives.branches import Branches
 from zoo.primitives.diagonal import Diagonal
 from zoo.primitives.folded import Folded
 from zoo.primitives.gates import Gate
+from zoo.primitives.jumps import SoftplusJump
 from zoo.primitives.moves import Move, Reshape
 from zoo.primitives.pooling import Mean, WindowMax
+from zoo.primitives.sorting import Sorted
 
 IMAGE = (4, 6, 6)
 Make = Callable[[], nn.Module]
@@ -104,6 +106,11 @@ CASES: dict[str, Case] = {
     "mean": Case(lambda: Mean((2, 3)), 0.95),
     "mean of tokens": Case(lambda: Mean((1,)), 0.95, (5, 6)),
     "window max": Case(WindowMax, 0.6, (4, 9, 4)),
+    "sorted pairs": Case(Sorted, 0.8, (4, 9, 2)),
+    "sorted groups": Case(Sorted, 0.8, (4, 5, 5)),
+    "sorted vectors": Case(Sorted, 0.8, (6,)),
+    "softmax": Case(lambda: nn.Softmax(-1), 0.5, (3, 4), loose=3.0),
+    "softmax of vectors": Case(lambda: nn.Softmax(-1), 0.5, (4,), loose=2.0),
     "max pool": Case(lambda: nn.MaxPool2d(3, 2, 1), 0.3),
     "max pool, disjoint": Case(lambda: nn.MaxPool2d(2), 0.6),
     "average pool": Case(lambda: nn.AvgPool2d(2), 0.9),
@@ -114,6 +121,7 @@ CASES: dict[str, Case] = {
     "branches": Case(branches, 0.3),
     "gate": Case(gate, 0.2, loose=6.0),
     "square": Case(lambda: Gate(nn.Sequential(), nn.Sequential()), 0.8),
+    "jump of softplus": Case(lambda: SoftplusJump(1.5, 0.5), 0.2, (3, 4), loose=20.0),
     "modulus": Case(Abs, 0.8),
     "leaky relu": Case(lambda: nn.LeakyReLU(0.3), 0.8),
     "steep leaky relu": Case(lambda: nn.LeakyReLU(-1.5), 0.8),
@@ -241,6 +249,16 @@ def test_the_served_module_stays_within_its_rounding(name: str) -> None:
             exact = module  # indices were drawn anew
         error_B = (served(images).double() - exact.double()(images.double())).flatten(1).norm(dim=1)
         assert (error_B <= rounding(images.double()).error(off_B, off_B) + 1e-30).all()
+
+
+def test_the_jump_is_that_of_the_entries_within_reach() -> None:
+    module = SoftplusJump(1.0, 2.0)
+    apart = torch.tensor([[1e-3, 2e-3, -1e-3, 1.0]]).double()
+    move = -apart * torch.tensor([1, 1, 0, 0]) * (1 + 1e-6)  # to the other side
+    change = (module(2 + apart + move) - module(2 + apart)).norm()
+    bound = layer_of(module)(2 + apart)[1]
+    assert 0.9 * bound(move.norm(dim=1)) <= change <= bound(move.norm(dim=1))
+    assert bound(torch.tensor([1e-4]).double()) < 1e-4
 
 
 def test_what_is_not_the_stated_function_is_refused() -> None:
