@@ -22,11 +22,18 @@ from zoo.bounds.contracts import Bound, Expand, Expansion, Layer
 from zoo.bounds.rule_table import ModuleRules, NoRule, register
 
 SQRT2 = 2**0.5 * OUT
+LEAST = 1e-300
 
 
 def _gains(p: Tensor) -> Tensor:
-    """Return q of every row: (B, ..., K) -> (B, N)."""
-    return (2 * p * (1 - p) * OUT).amax(-1).clamp_max(0.5).view(len(p), -1)
+    """Return q of every row: (B, ..., K) -> (B, N).
+
+    1 - p_i of the largest entry is the sum of the others, which does not cancel. What underflowed is below LEAST.
+    """
+    at = p.argmax(-1, keepdim=True)
+    others = p.scatter(-1, at, 0.0).sum(-1, keepdim=True)
+    rest = (1 - p).scatter(-1, at, others)
+    return (2 * p * rest * OUT).amax(-1).clamp(LEAST, 0.5).view(len(p), -1)
 
 
 def softmax(module: nn.Softmax) -> Layer:

@@ -112,7 +112,7 @@ class Subclass(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("module", [nn.Conv3d(3, 3, 1), Subclass(3, 3), nn.Softmax(-1)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("module", [nn.Conv3d(3, 3, 1), Subclass(3, 3), nn.Softmin(-1)], ids=lambda m: type(m).__name__)
 def test_unknown_modules_are_refused_by_name(module: nn.Module) -> None:
     with pytest.raises(NoRule, match=type(module).__name__):
         layer_of(module)

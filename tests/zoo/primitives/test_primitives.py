@@ -251,6 +251,22 @@ def test_the_served_module_stays_within_its_rounding(name: str) -> None:
         assert (error_B <= rounding(images.double()).error(off_B, off_B) + 1e-30).all()
 
 
+@pytest.mark.parametrize("gap", [3.0, 40.0, 800.0])
+def test_a_saturated_softmax_may_change_far_away(gap: float) -> None:
+    """Where 1 - p rounds to 0, or the other entries underflow, the bounds still grow."""
+    module, x = nn.Softmax(-1), torch.tensor([[gap, 0, 0, 0, 0]]).double()
+    y, bound = layer_of(module)(x)
+    expansion = expansion_of(module)(x)
+    for share in torch.linspace(0.05, 1.5, 30).double():
+        move = share * gap * torch.tensor([[-5, 1, 1, 1, 1]]).double() / 6
+        r_B = move.norm(dim=1)
+        change, rest = module(x + move) - y, module(x + move) - y - expansion.push(move[None])[0]
+        assert change.norm() <= bound(r_B)
+        assert rest.norm() <= expansion.beta(r_B)
+        for g in (*torch.eye(5).double(), *-torch.eye(5).double()):
+            assert -(g * rest).sum() <= expansion.remainder(g[None, None])(r_B[None]) * (1 + 1e-9)
+
+
 def test_the_jump_is_that_of_the_entries_within_reach() -> None:
     module = SoftplusJump(1.0, 2.0)
     apart = torch.tensor([[1e-3, 2e-3, -1e-3, 1.0]]).double()
