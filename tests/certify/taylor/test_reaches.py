@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certify.taylor import reaches
+from certify.image.ellipsoid import Before
+from certify.taylor import pairs
 from certify.taylor.cross import crossed
 from certify.taylor.forms import kappa, smooth_units
 from certify.taylor.reaches import CloserEllipsoids
@@ -53,7 +54,7 @@ def exceeded(seed: int, scale: float, e: float) -> bool:
     for share in (1.0, 0.4):
         e_B, known, third = share * found.most_B, Vectors(), Vectors()
 
-        def theta(at: int, before: reaches.Before, known: Vectors = known, third: Vectors = third) -> Tensor:
+        def theta(at: int, before: Before, known: Vectors = known, third: Vectors = third) -> Tensor:
             known[at] = found._reach(at, before)
             theta_B = found._theta(at, before)
             third.update(before.third)
@@ -110,7 +111,7 @@ def test_ascent_moves_no_unit_beyond_its_reach(case: tuple[int, float, float]) -
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "pairs too short": lambda patch: patch.setattr(reaches, "least_square_sum", lambda *_: 1e4),
+    "pairs too short": lambda patch: patch.setattr(pairs, "least_square_sum", lambda *_: 1e4),
     "third order forgotten": lambda patch: patch.setattr(
         CloserEllipsoids, "_third", lambda self, at, known: 1e-6 * known.total_B
     ),
