@@ -95,8 +95,8 @@ def certify(
         images_BCHW: (B, C, H, W) in [0,1], float32 or float64.
         labels_B: (B,), of any integer type.
         eps: one radius, or one per image.
-        method: "auto", or "lofast", "lofast_local", "adjoint", "image", "taylor", "crown", "best". "auto" is "best" for
-            a small model of the zoo, "adjoint" for others up to 2^29 products a forward pass, else "lofast".
+        method: "auto", or "lofast", "lofast_local", "adjoint", "image", "taylor", "linear", "crown", "best". "auto" is
+            "best" for a small model of the zoo, "adjoint" for others up to 2^29 products a forward pass, else "lofast".
         nonce: a text that chooses the random starts of norms, so that a result can be reproduced. None draws one.
         norm: of the ball, "l2" or "linf".
 

@@ -1,8 +1,10 @@
 """The display of a running search: one line per trial, in a live table, or as plain lines in a log."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,7 @@ from rich.text import Text
 from tuning.spaces import Space
 
 ENDED = ("certified", "stopped early", "failed")
+SHOWN = 30
 COLOURS = {"certified": "green", "failed": "red", "running": "cyan"}
 
 
@@ -87,14 +90,20 @@ class Board:
         self.console.print(f"no trial runs: {why}", soft_wrap=True, markup=False)
 
     def table(self) -> Table:
-        """Return the trials, best first, those with a certificate before those with an estimate."""
-        table = Table(title=f"{self.space.name}: {self.ended_trials} of {self.total} trials")
+        """Return the SHOWN best trials, those with a certificate before those with an estimate.
+
+        The terminal draws every row twice a second, and shows no more.
+        """
+        states = Counter(line.state for line in self.lines.values())
+        title = f"{self.space.name}: {sum(states[state] for state in ENDED)} of {self.total} trials"
+        if len(self.lines) > SHOWN:
+            title += f", {states['running']} running; the {SHOWN} best"
+        table = Table(title=title)
         for column in ("trial", "state", "epoch", *(key.split(".", 1)[-1] for key in self.space.parameters)):
             table.add_column(column)
         for column in (*self.shown, "s"):
             table.add_column(column, justify="right")
-        order = sorted(self.lines.items(), key=lambda item: _rank(item[1], self.metric[0]), reverse=True)
-        for trial, line in order:
+        for trial, line in nlargest(SHOWN, self.lines.items(), key=lambda item: _rank(item[1], self.metric[0])):
             table.add_row(*self._cells(trial, line))
         return table
 

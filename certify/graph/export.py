@@ -30,10 +30,10 @@ class Graph:
     result: fx.Node
 
 
-def captured_graph(model: nn.Module, shape: tuple[int, ...]) -> Graph:
+def captured_graph(model: nn.Module, shape: tuple[int, ...], batch: int = BATCH) -> Graph:
     """Return the graph of a float64 model in eval mode, for images of one shape. Raises UserError without one."""
     device = next(model.parameters()).device
-    images = torch.zeros(BATCH, *shape, dtype=torch.float64, device=device)
+    images = torch.zeros(batch, *shape, dtype=torch.float64, device=device)
     try:
         with warnings.catch_warnings(), torch.no_grad(), quiet(logging.getLogger("torch._subclasses.fake_tensor")):
             warnings.simplefilter("ignore")

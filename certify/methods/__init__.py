@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from certify.adjoint.adjoint import Adjoint
 from certify.image.image import Image
+from certify.linear.linear import Linear
 from certify.methods.best import Best
 from certify.methods.crown import Crown
 from certify.methods.lofast import LocalLoFAST, LoFAST
@@ -32,6 +33,7 @@ METHODS: dict[str, Method] = {
     "adjoint": Adjoint,
     "image": Image,
     "taylor": Taylor,
+    "linear": _without_chance(Linear),
     "crown": _without_chance(Crown),
     "best": Best,
 }

@@ -13,9 +13,9 @@
 
 All writers decide by the same tags. A writer that has moved an alias checks the result again.
 
-A version is published with the tag `champion_by` = open and loses the tag when it loses an election. An election
-therefore reads the holder and the few versions that no election has decided, however many there are in all. Only an
-election without a holder, and a promotion by hand, read every version of a question.
+A version gets the tag `champion_by` before the aliases, and the next champion takes the tag away. An election therefore
+compares the new version with the few that have the tag: the holder, and those that other writers elect meanwhile. Only
+an election without a holder, and a promotion by hand, read every version of a question.
 """
 
 import re
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 CHAMPION = "champion"
-BY, HAND, RULE, OPEN = "champion_by", "hand", "rule", "open"
+BY, HAND, RULE = "champion_by", "hand", "rule"
 IMAGES = "champion_images"  # tag: the least number of images that the publisher wants for a champion's certificate
 ENOUGH = 300
 SETTLED = 20  # tags removed by one election: earlier code left one on every former champion
@@ -67,8 +67,10 @@ def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
     while (winner := board.winner(version)) not in (None, board.holder):
         _give(client, board, winner)
         board = Board.read(client, name, version)
-    for loser in board.losers(version)[:SETTLED]:
-        store.found(client.delete_model_version_tag, name, loser, BY)
+    if winner is not None:
+        former = [v for v, tags in board.tags.items() if v != board.holder and tags.get(BY) == RULE]
+        for loser in former[:SETTLED]:
+            store.found(client.delete_model_version_tag, name, loser, BY)
     return Standing(True) if board.holder == version else Standing(False, board.why_not(version))
 
 
@@ -101,7 +103,7 @@ class Board:
 
     @classmethod
     def read(cls, client: "MlflowClient", name: str, version: str, *, every: bool = False) -> "Board":
-        """Read the undecided versions, or `every` one; the dataset is that of `version`."""
+        """Read `version`, whose dataset it is, and those with the tag, or `every` one of its question."""
         own = client.get_model_version(name, version).tags
         dataset = own.get("dataset", "")
         alias = dataset_alias(dataset)
@@ -120,14 +122,6 @@ class Board:
 
     def by_hand(self) -> list[str]:
         return sorted((v for v, tags in self.tags.items() if tags.get(BY) == HAND), key=int, reverse=True)
-
-    def losers(self, asking: str) -> list[str]:
-        """Return the versions whose tag is not needed any more: the holder, or their own figures, decide against them.
-
-        The best version has its tag always, so another writer's check finds it.
-        """
-        decided = self.tags if self.winner(asking) is not None else (asking,)
-        return [v for v in decided if v != self.holder and self.tags[v].get(BY) in (OPEN, RULE)]
 
     def by_rule(self, asking: str) -> str | None:
         """Return the best answer to the holder's question or, without a holder, to that of `asking`."""

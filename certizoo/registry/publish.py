@@ -284,7 +284,7 @@ def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str,
         source=f"models:/{model_id}",
         run_id=run_id,
         model_id=model_id,
-        tags=tags | {champion.BY: champion.OPEN},
+        tags=tags,
         description=shorten(request.description),
     )
     with store.as_global(client.tracking_uri):

@@ -1,9 +1,11 @@
 """The manifest of a folder of shards: the expected content of each file.
 
 `{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram"}, ...]}`, where `classes` is the number
-of labels that occur. The writer adds `class_names`. `{name}.json` has priority over `manifest.json`.
+of labels that occur. The writer adds `class_names`. `{name}.json` has priority over `manifest.json`. Every file has a
+line of its own, and a reader of one split makes sense of its files only: of ImageNet they are 1,331 histograms.
 """
 
+import fnmatch
 import json
 import logging
 import os
@@ -67,44 +69,55 @@ class Manifest:
         return not self.general or any(path.name in self.files for path in paths)
 
 
-def read(root: Path, name: str) -> Manifest | None:
-    """Read `{name}.json` or else `manifest.json` of `root`; None if neither exists. Raises `UserError` if malformed."""
+def read(root: Path, name: str, wanted: str = "*") -> Manifest | None:
+    """Read the entries of `wanted` files from `{name}.json` or else `manifest.json` of `root`; None without either.
+
+    Raises `UserError` if it is malformed.
+    """
     for path in (root / f"{name}.json", root / GENERAL):
         if path.is_file():
             try:
                 content = path.read_bytes()
             except OSError as error:
                 raise UserError(f"{path}: cannot be read ({error.strerror}); {fix(path)}") from None
-            return parse(content, str(path), general=path.name == GENERAL, fix=fix(path))
+            return parse(content, str(path), general=path.name == GENERAL, fix=fix(path), wanted=wanted)
     return None
 
 
-def parse(content: bytes, where: str, *, general: bool, fix: str) -> Manifest:
-    """Parse the manifest that `where` holds. Raises `UserError` if it is malformed."""
+def parse(content: bytes, where: str, *, general: bool, fix: str, wanted: str = "*") -> Manifest:
+    """Parse the manifest that `where` holds, as far as it is of `wanted` files (a glob).
+
+    Raises `UserError` if it is malformed.
+    """
     try:
         listing = json.loads(content)
-        infos = [_info(entry) for entry in listing["files"]]
+        of_file = re.compile(fnmatch.translate(wanted.rpartition("/")[2])).match
+        infos = [_info(entry) for entry in listing["files"] if of_file(_file(entry))]
         return Manifest(where, {info.file: info for info in infos}, listing.get("class_names"), general, fix)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{where}: not a manifest of shards ({type(error).__name__}: {error}); {fix}") from None
 
 
-def _info(entry: dict[str, Any]) -> ShardInfo:
+def _file(entry: dict[str, Any]) -> str:
     file = str(entry["file"])
     if Path(file).name != file or file == "..":
         raise ValueError(f"{file!r} is not a file of its folder")
+    return file
+
+
+def _info(entry: dict[str, Any]) -> ShardInfo:
     histogram = entry.get("label_histogram")
     counts = {int(label): int(count) for label, count in histogram.items()} if histogram else None
     sha256 = str(entry["sha256"]) if entry.get("sha256") else None
-    return ShardInfo(file, int(entry["samples"]), int(entry["bytes"]), sha256, counts)
+    return ShardInfo(str(entry["file"]), int(entry["samples"]), int(entry["bytes"]), sha256, counts)
 
 
 def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None = None) -> None:
     """Write a manifest atomically: a reader sees the old one or the new one."""
-    content: dict[str, Any] = {"class_names": class_names} if class_names else {}
-    content["files"] = [info.as_json() for info in sorted(infos, key=lambda info: info.file)]
+    names = f'"class_names": {json.dumps(class_names)},\n' if class_names else ""
+    lines = ",\n".join(json.dumps(info.as_json()) for info in sorted(infos, key=lambda info: info.file))
     try:
-        write_whole(path, json.dumps(content, indent=1) + "\n")
+        write_whole(path, f'{{{names}"files": [\n{lines}\n]}}\n')
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another root") from None
 

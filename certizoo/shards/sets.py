@@ -83,7 +83,7 @@ def listing_of(config: DataConfig) -> Manifest | None:
 
 def _local(config: DataConfig, split: str) -> tuple[list[Path], list[ShardInfo]]:
     root, pattern = config.folder, getattr(config, split)
-    listing = manifest.read(root, config.name)
+    listing = manifest.read(root, config.name, pattern)
     paths = _matching(root, pattern, listing)
     if not paths:
         raise UserError(f"no shards {root / pattern} for data.{split}; {_how(config, split)}")

@@ -28,7 +28,7 @@ from tests.tools.launching import ROOT
 from trainers.job import checkpoint
 from tuning import __main__ as tune
 from tuning import closing, objectives, search, spaces, trial
-from tuning.live import Board
+from tuning.live import Board, Line
 from tuning.spaces import Parameter
 
 NAMES = spaces.names()
@@ -459,6 +459,17 @@ def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -
     assert page.count("data:image/png;base64") == 2
     assert "loss is &lt;nan&gt;" in page
     assert "4 of 4 trials" in str(board.table().title)
+
+
+def test_the_board_of_a_long_search_shows_the_best() -> None:
+    board = Board(spaces.load("msvp"), ["clean_acc"], 1000, 12)
+    for index in range(200):
+        line = board.lines[f"abc_{index:05d}"] = Line(values=board.space.values(board.space.draw(Random(index))))
+        line.state = "certified" if index % 2 else "running"
+        line.figures = {"clean_acc": index / 200}
+    table = board.table()
+    assert list(table.columns[0].cells) == [f"{index:05d}" for index in range(199, 139, -2)]
+    assert "100 of 1000 trials, 100 running; the 30 best" in str(table.title)
 
 
 @pytest.mark.parametrize("edited", ["another choice", "another key", "no file"])

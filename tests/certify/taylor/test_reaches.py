@@ -12,10 +12,10 @@ from certify.taylor.forms import kappa, smooth_units
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.taylor import TaylorStage
 from certify.taylor.trust_region import units_of
-from tests.certify.taylor.test_taylor import analysed, stage_of, taylor_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import dense
+from tests.tools.taylor_stages import analysed, stage_of, taylor_of
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 

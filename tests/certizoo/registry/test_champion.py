@@ -169,7 +169,7 @@ class Racing:
     def facts(score: float) -> dict[str, str]:
         asked = {"dataset": "d", "norm": "l2", "headline": "certified_acc.1", "data_digest": "x", "images": "500"}
         shares = {"certified_acc.1": str(score), "certified_low.1": str(score)}
-        return asked | shares | {"weights_sha256": "w", "champion_by": "open"}
+        return asked | shares | {"weights_sha256": "w"}
 
     def search_model_versions(self, filter_string: str, **_: object) -> object:
         wanted = [v for v, tags in self.tags.items() if "champion_by" in tags or "LIKE" not in filter_string]
@@ -201,7 +201,7 @@ class SearchResult(list[object]):
 
 def test_it_is_the_best_though_two_processes_crown_at_once() -> None:
     def another(registry: Racing) -> None:
-        registry.tags["2"] = Racing.facts(0.6)
+        registry.tags["2"] = Racing.facts(0.6) | {"champion_by": "rule"}
         registry.aliases |= {"champion": "2", "champion-d": "2"}
 
     client = Racing({"1": 0.4}, another)
@@ -209,13 +209,15 @@ def test_it_is_the_best_though_two_processes_crown_at_once() -> None:
     assert client.aliases == {"champion": "2", "champion-d": "2"}
 
 
-def test_of_two_equals_that_see_each_other_one_takes_the_alias() -> None:
-    """Both register before either takes the alias, which a worse version holds."""
+def test_of_two_equals_the_first_registered_takes_the_alias() -> None:
+    """Both register before either takes the alias, which a worse version holds; the later one is faster."""
     client = Racing({"1": 0.3, "2": 0.6, "3": 0.6})
     client.aliases = {"champion": "1", "champion-d": "1"}
-    assert not champion.elect_champion(client, "m", "3").is_champion  # type: ignore[arg-type]
+    assert champion.elect_champion(client, "m", "3").is_champion  # type: ignore[arg-type]
     assert champion.elect_champion(client, "m", "2").is_champion  # type: ignore[arg-type]
+    assert not champion.elect_champion(client, "m", "3").is_champion  # type: ignore[arg-type]
     assert client.aliases == {"champion": "2", "champion-d": "2"}
+    assert [version for version, tags in client.tags.items() if "champion_by" in tags] == ["2"]
 
 
 def test_a_hand_that_promotes_while_the_rule_crowns_is_obeyed() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from certizoo import UserError, shards
 from certizoo.images import pixels
-from certizoo.shards import DataConfig, sources
+from certizoo.shards import DataConfig, manifest, sources
 from certizoo.shards.__main__ import main
 
 
@@ -35,8 +35,8 @@ def read_back(data: DataConfig, split: str = "train") -> tuple[list[str], torch.
 @pytest.mark.parametrize("channels", [1, 3])
 def test_round_trip_keeps_every_pixel_and_label(tmp_path: Path, channels: int) -> None:
     source = arrays(53, channels)
-    manifest = shards.write(source, tmp_path, name="toy", split="train", per_shard=10)
-    assert manifest == tmp_path / "toy.json"
+    listing = shards.write(source, tmp_path, name="toy", split="train", per_shard=10)
+    assert listing == tmp_path / "toy.json"
     _, images, labels = read_back(config(tmp_path, channels))
     restored = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
     assert torch.equal(images, torch.from_numpy(restored).permute(0, 3, 1, 2) / 255)
@@ -56,6 +56,19 @@ def test_manifest_says_what_the_shards_are(tmp_path: Path) -> None:
     assert listed.samples == 25
     assert listed.histogram == (9, 8, 8)
     assert listed.digest != walked.digest  # only the manifest has a digest of the content
+
+
+def test_a_split_is_found_by_its_own_lines_and_earlier_manifests_are_read(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        shards.write(arrays(25), tmp_path, name="toy", split=split, per_shard=10)
+    text = (tmp_path / "toy.json").read_text()
+    assert text.count("\n") == 8
+    own = manifest.read(tmp_path, "toy", config(tmp_path).test)
+    assert own is not None
+    assert list(own.files) == [f"toy-test-{n:06d}.tar" for n in range(3)]
+    found = shards.find(config(tmp_path), "train")
+    (tmp_path / "toy.json").write_text(json.dumps(json.loads(text), indent=1))
+    assert shards.find(config(tmp_path), "train") == found
 
 
 def test_same_seed_same_bytes_other_seed_other_order(tmp_path: Path) -> None:

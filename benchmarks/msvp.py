@@ -1,0 +1,162 @@
+"""Does MSVP make a ViT more robust, and at which lambda? SpecFormer's penalty from 0 to 0.1, all else equal.
+
+    python -m benchmarks.msvp std data.root=SHARDS     standard training, attacks of 2/255
+    python -m benchmarks.msvp adv data.root=SHARDS     adversarial training, attacks of 8/255
+
+Trains configs/experiment/msvp_std.yaml or msvp_adv.yaml for each lambda (of W_Q, W_K and W_V) and seed, in runs/, and
+measures each run: accuracy under attack, the largest singular value of a head's weights, and certified radii in L2. An
+existing run is not trained again. Results, written after each run: benchmarks/results/msvp_TRACK.json and .md.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+import zoo
+from benchmarks.experiments import Table, Training, accuracies, train
+from benchmarks.record import RESULTS, record
+from certify import certified_radius
+from certizoo.attacks.auto import AutoAttack
+from certizoo.config.compose import compose_config
+from certizoo.errors import one_line_errors
+from certizoo.shards import DataConfig, eval_loader, find
+
+LAMBDAS = ("0.0", "1.0e-4", "1.0e-3", "1.0e-2", "1.0e-1")
+SEEDS = (0, 1, 2)
+CERTIFIED = 300  # images
+EPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # L2
+NONCE = "msvp"
+BATCH = 10
+TRACKS = {
+    "std": Table(
+        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 1",
+        differs="",
+        columns=("clean", "FGSM", "PGD-2"),
+        rows=(),
+        script="std_train",
+    ),
+    "adv": Table(
+        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 2",
+        differs="",
+        columns=("clean", "CW-20", "PGD-20"),
+        rows=(),
+        script="adv_train",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: accuracies and certified shares in per cent, the median radius, sigma_max by branch."""
+
+    penalty: str
+    seed: int
+    accuracy: dict[str, float]
+    certified: dict[str, float]
+    median_radius: float
+    sigma_max: dict[str, float]
+
+
+def training(track: str, penalty: str, seed: int, overrides: Sequence[str]) -> Training:
+    """Return the run of one lambda and seed."""
+    weights = [f"penalty.lambda_{branch}={penalty}" for branch in "qkv"]
+    options = (f"+experiment=msvp_{track}", "penalty=msvp", *weights, f"seed={seed}", *overrides)
+    return Training(options, compose_config(TRACKS[track].script, options))
+
+
+def measured(track: str, run: Training, penalty: str, seed: int) -> Measured:
+    """Measure a finished run on the first test images."""
+    model = zoo.handover.load(run.folder / "handover")[0].eval()
+    accuracy = accuracies(run, TRACKS[track])
+    if track == "adv":
+        images_BCHW, labels_B = first_images(run, TRACKS[track].images)
+        attacked_BCHW = AutoAttack("linf", 8 / 255).run(model, images_BCHW, labels_B)
+        with torch.no_grad():
+            accuracy["AutoAttack"] = 100 * float((model(attacked_BCHW).argmax(1) == labels_B).double().mean())
+    radius_B = radii(model, *first_images(run, CERTIFIED))
+    certified = {str(eps): 100 * float((radius_B >= eps).double().mean()) for eps in EPS}
+    return Measured(penalty, seed, accuracy, certified, float(radius_B.median()), sigma_max(model))
+
+
+def first_images(run: Training, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first test images and their labels."""
+    data = DataConfig(**run.config["data"])
+    batches = [
+        (images, labels) for _, images, labels in eval_loader(find(data, "test"), data, batch_size=100, limit=count)
+    ]
+    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
+def radii(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    """Return certified radii, 0 where misclassified: (B,)."""
+    batches = zip(images_BCHW.split(BATCH), labels_B.split(BATCH), strict=True)
+    return torch.cat([certified_radius(model, *batch, method="best", nonce=NONCE) for batch in batches])
+
+
+def sigma_max(model: nn.Module) -> dict[str, float]:
+    """Return the largest singular value of any head's W_Q, W_K and W_V."""
+    found = dict.fromkeys("qkv", 0.0)
+    for module in model.modules():
+        for branch, weight_HOD, _ in getattr(module, "spectral_terms", tuple)():
+            if branch in found:
+                found[branch] = max(found[branch], float(torch.linalg.matrix_norm(weight_HOD.detach(), 2).max()))
+    return found
+
+
+def run(track: str, overrides: Sequence[str]) -> None:
+    """Train and measure what is missing; both files are updated after each run."""
+    done = list[Measured]()
+    for seed in SEEDS:
+        for penalty in LAMBDAS:
+            one = training(track, penalty, seed, overrides)
+            train(TRACKS[track].script, one, to_file=False)
+            done.append(measured(track, one, penalty, seed))
+            record(
+                f"msvp_{track}",
+                {"runs": f"{len(done)} of {len(SEEDS) * len(LAMBDAS)}", "measured": [*map(asdict, done)]},
+            )
+            (RESULTS / f"msvp_{track}.md").write_text(markdown(track, done))
+
+
+def markdown(track: str, done: Sequence[Measured]) -> str:
+    """Format one line per lambda: mean and standard deviation over seeds."""
+    columns = list(done[0].accuracy)
+    head = ["lambda", *(f"{name} %" for name in columns), *(f"certified at {eps} %" for eps in EPS)]
+    head += ["median radius", "sigma_max of W_Q, W_K, W_V"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for penalty in LAMBDAS:
+        if runs := [one for one in done if one.penalty == penalty]:
+            cells = [spread([one.accuracy[name] for one in runs], 1) for name in columns]
+            cells += [spread([one.certified[str(eps)] for one in runs], 1) for eps in EPS]
+            cells.append(spread([one.median_radius for one in runs], 4))
+            cells.append(", ".join(spread([one.sigma_max[branch] for one in runs], 2) for branch in "qkv"))
+            lines.append(f"| {float(penalty):g} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Format mean and standard deviation."""
+    deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def asked(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("track", choices=TRACKS)
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, as the trainers take them")
+    return parser.parse_intermixed_args(words)
+
+
+def main() -> None:
+    options = asked()
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+    run(options.track, options.overrides)
+
+
+if __name__ == "__main__":
+    one_line_errors(main)()

@@ -1,0 +1,84 @@
+"""Certificates by linear bounds: CROWN (Zhang et al. 2018; Xu et al. 2020) on the captured graph of a model.
+
+    m_j(x') >= <a_j, x'> + b_j - rounding     for all x' of the ball, with a_j, b_j from one backward pass for m_j
+
+The loss of rival j is m_j minus the least value of that bound. At eps = 0 it is the rounding of the model's answer.
+
+Letters: B images, J classes, y the label, I some of the images.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from certify.linear.backward import Bounds, lowest
+from certify.linear.capture import program_of
+from certify.linear.program import Program
+from certify.shared.bake import Model, model_of
+from certify.shared.ball import L2, Ball, known
+from certify.shared.certificate import Certificate, Clean, checked, decide, per_image, same_function
+from zoo.bounds.first_order import trunk
+
+TOGETHER = 4  # images bounded at once
+
+
+class LinearAnalysis:
+    """Bounds computed for every eps anew; those at eps = 0 are kept."""
+
+    failure = 0.0
+
+    def __init__(self, clean: Clean, ball: Ball, program: Program, x_BCHW: Tensor) -> None:
+        self.clean, self.ball, self._program, self._x = clean, ball, program, x_BCHW
+        self._at_image: Tensor | None = None
+
+    @torch.no_grad()
+    def at(self, eps: float | Tensor) -> Certificate:
+        eps_B = per_image(eps, self.clean)
+        loss_BJ = self._losses(eps_B, (eps_B > 0) & self.clean.correct_B)
+        if bool((eps_B == 0).any()):
+            if self._at_image is None:
+                self._at_image = self._losses(torch.zeros_like(eps_B), self.clean.correct_B)
+            loss_BJ = torch.where((eps_B > 0)[:, None], loss_BJ, self._at_image)
+        return decide(self.clean, loss_BJ, eps_B)
+
+    def _losses(self, eps_B: Tensor, wanted_B: Tensor) -> Tensor:
+        """Return the losses (B, J) of the wanted images, infinite for others."""
+        loss_BJ = torch.full_like(self.clean.margin_BJ, torch.inf)
+        for index_I in wanted_B.nonzero().flatten().split(TOGETHER):
+            if len(index_I):
+                loss_BJ[index_I] = self._loss(index_I, eps_B[index_I])
+        return loss_BJ
+
+    def _loss(self, index_I: Tensor, eps_I: Tensor) -> Tensor:
+        margin_IJ, label_I = self.clean.margin_BJ[index_I], self.clean.label_B[index_I]
+        identity = torch.eye(margin_IJ.shape[1], dtype=margin_IJ.dtype, device=margin_IJ.device)
+        rows_IJJ = identity[label_I].unsqueeze(1) - identity  # the label's own is 0
+        bounds = Bounds.on(self._program, self._x[index_I].unsqueeze(1), eps_I, self.ball)
+        loss_IJ = margin_IJ - lowest(bounds, rows_IJJ)
+        return loss_IJ.scatter(1, label_I[:, None], 0.0)
+
+
+class Linear:
+    """The certifier of one model. The program is captured for the shape of the first images.
+
+    Raises NoRule for a model with a module without rules, and `analyse` for an operation without linear bounds. Proof:
+    docs/proofs.md#linear-bounds.
+    """
+
+    def __init__(self, model: nn.Module | Model, norm: str = L2) -> None:
+        self.norm = known(norm)
+        self.model = model_of(model)
+        self.baked = self.model.exact
+        _, self.head = trunk(self.baked)
+        self._programs: dict[tuple[int, ...], Program] = {}
+
+    @torch.no_grad()
+    def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> LinearAnalysis:
+        """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
+        images, labels = checked(images_BCHW, labels_B, self.head)
+        clean = self.model.answers(images, labels)
+        shape = tuple(images.shape[1:])
+        if shape not in self._programs:
+            self._programs[shape] = program_of(self.baked, shape)
+        program = self._programs[shape]
+        same_function(program.values(images.unsqueeze(1)), clean)
+        return LinearAnalysis(clean, Ball(self.norm, images[0].numel()), program, images)

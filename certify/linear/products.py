@@ -1,0 +1,110 @@
+"""Products of two results, entry by entry or as matrices, by their envelopes (McCormick 1976).
+
+With centres c and reaches r,
+
+    x y  =  c_y x + c_x y - c_x c_y + (x - c_x)(y - c_y),      |(x - c_x)(y - c_y)| <= r_x r_y,
+
+which is the mean of the two planes of the envelope, from either side. Where x are weights of a softmax, the planes
+through their lower ends serve better, because the weights above these share what is left of their sum 1:
+
+    x_l y + (x - x_l) y_l  <=  x y  <=  x_l y + (x - x_l) y_u
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
+from zoo.arithmetic import OUT, gamma
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = x_1 x_2 (entry by entry, equal shapes), or the matrix product of two tensors with equal leading axes."""
+
+    inputs: tuple[int, ...]
+    shape: Shape
+    matrices: bool
+    terms: int
+    weights: bool = False  # whether x_1 are weights of a softmax
+    tight: bool = False
+
+    @property
+    def _times(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return torch.matmul if self.matrices else torch.mul
+
+    def value(self, *xs: Tensor) -> Tensor:
+        return self._times(xs[0], xs[1])
+
+    def box(self, *boxes: Box) -> Box:
+        x, y = boxes
+        middle = self._times(x.centre, y.centre)
+        spread = (
+            self._times(x.reach, y.centre.abs()) + self._times(x.centre.abs(), y.reach) + self._times(x.reach, y.reach)
+        )
+        off = (spread + gamma(self.terms + 16) * self._times(x.size, y.size)) * OUT + TINY
+        found = Box(middle - off, middle + off)
+        if self.matrices:
+            return found
+        corners = torch.stack([a * b for a in (x.lower, x.upper) for b in (y.lower, y.upper)])
+        out = gamma(4) * corners.abs().amax(0) + TINY
+        return found.meet(Box(corners.amin(0) - out, corners.amax(0) + out))
+
+    def relaxed(self, *boxes: Box) -> "MeanPlanes | LowPlanes":
+        kind = LowPlanes if self.weights else MeanPlanes
+        return kind(boxes[0], boxes[1], self._times, self.matrices, self.terms)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The planes of a product on two boxes, and the size of all its terms."""
+
+    x: Box
+    y: Box
+    times: Callable[[Tensor, Tensor], Tensor]
+    matrices: bool
+    terms: int
+
+    @cached_property
+    def _size(self) -> Tensor:
+        return 4 * self.times(self.x.size, self.y.size)
+
+
+@dataclass(frozen=True)
+class MeanPlanes(Envelope):
+    """The means of both planes on either side."""
+
+    @cached_property
+    def _middle(self) -> tuple[Tensor, Tensor]:
+        """The product of the centres and that of the reaches, rounded up."""
+        rest = self.times(self.x.reach, self.y.reach) * (1 + gamma(self.terms + 4)) * OUT
+        return self.times(self.x.centre, self.y.centre), rest
+
+    def back(self, a: Tensor) -> Back:
+        c_x, c_y = self.x.centre.unsqueeze(1), self.y.centre.unsqueeze(1)
+        middle, rest = self._middle
+        parts = (a @ c_y.mT, c_x.mT @ a) if self.matrices else (a * c_y, a * c_x)
+        return Back(parts, -inner(a, middle) - inner(a.abs(), rest), rounding_of(a, self._size, 2 * self.terms))
+
+
+@dataclass(frozen=True)
+class LowPlanes(Envelope):
+    """The planes through the lower end of x."""
+
+    @cached_property
+    def _corners(self) -> tuple[Tensor, Tensor]:
+        return self.times(self.x.lower, self.y.lower), self.times(self.x.lower, self.y.upper)
+
+    def back(self, a: Tensor) -> Back:
+        x_lower, y_lower, y_upper = (end.unsqueeze(1) for end in (self.x.lower, self.y.lower, self.y.upper))
+        above, below = a.clamp(min=0), a.clamp(max=0)
+        parts = (
+            (above @ y_lower.mT + below @ y_upper.mT, x_lower.mT @ a)
+            if self.matrices
+            else (above * y_lower + below * y_upper, a * x_lower)
+        )
+        const = -inner(above, self._corners[0]) - inner(below, self._corners[1])
+        return Back(parts, const, rounding_of(a, self._size, 2 * self.terms))

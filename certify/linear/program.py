@@ -1,0 +1,96 @@
+"""A program: operations on one image, in order, as steps that have linear bounds (capture.py writes it)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from certify.linear.steps import Affine, Pull, Shape, Step, gathered
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The result of a step, by number; 0 is the image."""
+
+    number: int
+    shape: Shape
+
+
+class Lacking(Exception):
+    """An operation has no linear bounds; the message says which."""
+
+
+@dataclass
+class Program:
+    """Steps in order; step k computes result k + 1."""
+
+    image: Ref
+    device: torch.device
+    steps: list[Step] = field(default_factory=list)
+    result: Ref | None = None
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=torch.float64, device=self.device)
+
+    def add(self, step: Step) -> Ref:
+        self.steps.append(step)
+        return Ref(len(self.steps), step.shape)
+
+    def values(self, x: Tensor) -> Tensor:
+        """Return the logits of images (B, 1, C, H, W): (B, J)."""
+        known = [x]
+        for step in self.steps:
+            known.append(step.value(*(known[k] for k in step.inputs)))
+        assert self.result is not None
+        return known[self.result.number].flatten(1)
+
+    def base(self, number: int) -> int:
+        """Return the result that this one rearranges, scales and shifts: its box gives this one's exactly."""
+        while number and isinstance(step := self.steps[number - 1], Affine) and step.entrywise:
+            (number,) = step.inputs
+        return number
+
+    def maker(self, ref: Ref) -> Step | None:
+        """Return the step whose result this is, rearranged or not; None for the image."""
+        number = self.base(ref.number)
+        return self.steps[number - 1] if number else None
+
+    def targets(self) -> set[int]:
+        """Return the results that enter a relaxation and whose own boxes are not tight."""
+        entering = {self.base(k) for step in self.steps if not isinstance(step, Affine) for k in step.inputs}
+        return {k for k in entering if k and not self.steps[k - 1].tight}
+
+
+def affine(
+    program: Program,
+    refs: Sequence[Ref],
+    apply: Callable[..., Tensor],
+    absolute: Callable[..., Tensor] | None = None,
+    terms: int = 0,
+    offset: Tensor | None = None,
+    moves: bool = False,
+    entrywise: bool = False,
+    pull: Pull | None = None,
+) -> Ref:
+    """Add an affine step; its shape is that of `apply` on zeros."""
+    shapes = tuple(ref.shape for ref in refs)
+    zeros = [program.zeros(shape) for shape in shapes]
+    y = apply(*zeros)
+    if moves and len(refs) == 1 and pull is None and offset is None:
+        pull = gathered(apply, zeros[0])
+    return program.add(
+        Affine(
+            inputs=tuple(ref.number for ref in refs),
+            shape=tuple(y.shape),
+            apply=apply,
+            absolute=absolute or apply,
+            terms=terms,
+            offset=None if offset is None else offset.abs().expand(y.shape),
+            shapes=shapes,
+            moves=moves,
+            entrywise=entrywise or (moves and len(refs) == 1),
+            pull=pull,
+            constant=None if offset is None else y,
+        )
+    )

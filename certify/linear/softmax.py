@@ -1,0 +1,131 @@
+"""The softmax of a row of scores, enclosed between planes on a box of scores (Wei et al. 2023, arXiv 2303.01713).
+
+    p_i = 1 / y,     y = sum_j e^{t_j},     t_j = s_j - s_i in [lo_j, hi_j],   t_i = 0
+
+From below: y <= sum_j chord_j(t_j), and 1/y is convex, so its tangent at any y_0 > 0 bounds it. From above: log p_i =
+-log y is concave and lies between its values at the corners, where e^. is below its chord; then -log y is below its
+tangent at the centre. As sum_i p_i = 1,
+
+    sum_i a_i p_i = c + sum_i (a_i - c) p_i
+
+for any c; of three choices of c the one with the larger bound on the box is taken.
+
+Letters: N scores of a row, i the weight, j the score.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
+from zoo.arithmetic import OUT, U, gamma
+
+LIBM = 40 * U
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """p = softmax(s) over the last axis."""
+
+    inputs: tuple[int, ...]
+    shape: Shape
+    tight: bool = True
+
+    def value(self, *xs: Tensor) -> Tensor:
+        return xs[0].softmax(-1)
+
+    def box(self, *boxes: Box) -> Box:
+        """Return the exact range of every weight: its own score at one end, all others at the other end."""
+        lo, hi = _differences(boxes[0])
+        off = gamma(3 * self.shape[-1] + 200)
+        return Box(
+            ((1 - off) / hi.exp().sum(-1) - TINY).clamp_min(0), ((1 + off) / lo.exp().sum(-1) + TINY).clamp_max(1)
+        )
+
+    def relaxed(self, *boxes: Box) -> "Planes":
+        return _planes(boxes[0])
+
+
+def _differences(s: Box) -> tuple[Tensor, Tensor]:
+    """Return lo and hi (..., N_i, N_j), rounded outwards; 0 for j = i."""
+    own = torch.eye(s.lower.shape[-1], dtype=torch.bool, device=s.lower.device)
+    out = 4 * U * (s.size.unsqueeze(-1) + s.size.unsqueeze(-2))
+    lo = s.lower.unsqueeze(-2) - s.upper.unsqueeze(-1) - out
+    hi = s.upper.unsqueeze(-2) - s.lower.unsqueeze(-1) + out
+    return lo.masked_fill(own, 0), hi.masked_fill(own, 0)
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Planes p_i >= at_i + sum_j slope_ij (s_j - centre_j), and <= with those of `upper`; (B, ..., N_i [, N_j])."""
+
+    box: Box
+    lower: tuple[Tensor, Tensor]
+    upper: tuple[Tensor, Tensor]
+
+    @cached_property
+    def _size(self) -> Tensor:
+        """(B, ..., N_i): of the terms of both planes, and of the weight itself."""
+        far = (self.box.size + self.box.centre.abs()).unsqueeze(-1)
+        (at, slope), (at_u, slope_u) = self.lower, self.upper
+        steep = torch.maximum(slope.abs(), slope_u.abs())
+        return torch.maximum(at.abs(), at_u.abs()) + (steep @ far).squeeze(-1) + 1
+
+    def back(self, a: Tensor) -> Back:
+        middle = (self.lower[0] + self.upper[0]).unsqueeze(1) / 2
+        shares = middle / middle.sum(-1, keepdim=True)
+        choices = (a.amin(-1, keepdim=True), a.amax(-1, keepdim=True), (a * shares).sum(-1, keepdim=True))
+        tried = [self._shifted(a, c) for c in choices]
+        best = torch.stack([worth for worth, *_ in tried]).nan_to_num(-torch.inf).argmax(0)
+        part, const, moduli = (
+            torch.where(best == 0, t[0], torch.where(best == 1, t[1], t[2]))
+            for t in zip(*(rest for _, *rest in tried), strict=True)
+        )
+        total = const.flatten(2).sum(-1) - inner(part, self.box.centre)
+        return Back((part,), total, rounding_of(moduli, self._size, 4 * a.shape[-1]))
+
+    def _shifted(self, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the bound's value on the box, slopes, constant, and the moduli of its terms, for a shift by c."""
+        (at, slope), (at_u, slope_u) = self.lower, self.upper
+        above, below = (a - c).clamp(min=0), (a - c).clamp(max=0)
+        part = (above.unsqueeze(-2) @ slope.unsqueeze(1) + below.unsqueeze(-2) @ slope_u.unsqueeze(1)).squeeze(-2)
+        const = (above * at.unsqueeze(1) + below * at_u.unsqueeze(1)).sum(-1, keepdim=True) + c
+        worth = const - (part.abs() * self.box.reach.unsqueeze(1)).sum(-1, keepdim=True)
+        return worth, part, const, (a - c).abs() + c.abs()
+
+
+def _planes(s: Box) -> Planes:
+    n = s.lower.shape[-1]
+    lo, hi = _differences(s)
+    own = torch.eye(n, dtype=torch.bool, device=lo.device)
+    t = (s.centre.unsqueeze(-2) - s.centre.unsqueeze(-1)).clamp(lo, hi)
+    width = hi - lo
+    e_lo, e_hi, e_t = lo.exp(), hi.exp(), t.exp()
+    eta = gamma(3 * n + 400)
+    reach = s.reach.unsqueeze(-2) + s.reach.unsqueeze(-1) + t.abs()
+    # from below: chords of e^t, tangent of 1 / y
+    chord = torch.where(width > 0, e_lo * torch.expm1(width) / torch.where(width > 0, width, 1.0), e_t)
+    y_0 = (e_lo + chord * (t - lo)).sum(-1)
+    steep = (chord / y_0.square().unsqueeze(-1)).masked_fill(own, 0)
+    off = 8 * eta * (1 / y_0 + (steep * (reach + width)).sum(-1)) * OUT + TINY
+    lower = (1 / y_0 - off, _per_score(-steep))
+    # from above: chord of e^g, tangent of g = -log y
+    y_lo, y_hi, y_t = e_lo.sum(-1), e_hi.sum(-1), e_t.sum(-1)
+    ratio = (y_hi / y_lo).log()
+    narrow = ratio <= 1e-6
+    kappa = torch.where(narrow, 1 / y_lo, (1 / y_lo - 1 / y_hi) / torch.where(narrow, 1.0, ratio))
+    # on a narrow range any slope serves, with the larger of the two shifts at the ends
+    g_lo, g_hi, g_t = -y_hi.log(), -y_lo.log(), -y_t.log()
+    shift = torch.maximum(1 / y_hi - kappa * g_lo, 1 / y_lo - kappa * g_hi)
+    steep_u = (kappa.unsqueeze(-1) * e_t / y_t.unsqueeze(-1)).masked_fill(own, 0)
+    size = 1 / y_lo + kappa * (g_lo.abs() + g_hi.abs() + g_t.abs() + 1)
+    off_u = 8 * eta * (size + (steep_u * (reach + width)).sum(-1)) * OUT + TINY
+    upper = (shift + kappa * g_t + off_u, _per_score(-steep_u))
+    return Planes(s, lower, upper)
+
+
+def _per_score(slope: Tensor) -> Tensor:
+    """Return slopes in s_j from those in t_j = s_j - s_i, which are 0 for j = i."""
+    return slope - torch.diag_embed(slope.sum(-1))
