@@ -8,7 +8,7 @@ from benchmarks.bench_models import Beaten, at_random, attacked, in_a_process, m
 from benchmarks.common_models import MODELS, TRAINED
 from docs.generate import models_table
 
-REFUSED = ("timm `swin_tiny`",)
+REFUSED = ("timm `swin_tiny`", "torchvision `densenet121`")
 SOME = (
     "own MLP",
     "own CNN with BatchNorm and MaxPool",
