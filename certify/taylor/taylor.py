@@ -29,7 +29,7 @@ from certify.taylor.trust_region import terms_of
 from zoo.arithmetic import nan_to_inf
 from zoo.bounds.tape import Tape
 
-BEYOND = 1.15  # first largest e, relative to that of `certify.image`; too large costs little, too small a second stage
+BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large costs little, too small a second stage
 
 
 class TaylorStage(RadiusStage):
