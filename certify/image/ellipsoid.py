@@ -84,7 +84,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class Before:
-    """What is known before a leaf at one e.
+    """The bounds before a leaf at one e.
 
     `total_B` is Theta, `theta` that of each earlier leaf, `theta_0_B` that of errors, and `sizes` bounds of |H| for
     some leaves. `third` is what a subclass knows of earlier leaves.

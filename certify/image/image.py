@@ -108,7 +108,7 @@ class ImageAnalysis:
 
     @property
     def beyond(self) -> float:
-        """How far the method is likely to prove more than `expected_B`."""
+        """The factor by which the method is likely to prove more than `expected_B`."""
         return 1.0
 
     @property

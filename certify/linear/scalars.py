@@ -29,7 +29,7 @@ LIBM = 160 * U  # of activations, relative to the larger of |z| and |f| (zoo/bou
 
 @dataclass(frozen=True)
 class Scalar:
-    """What is known of f: its slopes lie in `slopes`, its kinks at `kinks`, elsewhere |f''| <= curvature."""
+    """The known facts of f: its slopes lie in `slopes`, its kinks at `kinks`, elsewhere |f''| <= curvature."""
 
     f: Callable[[Tensor], Tensor]
     slopes: tuple[float, float]

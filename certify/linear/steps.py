@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Back:
-    """What a functional of a step's result becomes: one of each input, a constant and its rounding, (B, R) both."""
+    """A functional of a step's result as one of each input, a constant and its rounding, (B, R) both."""
 
     parts: tuple[Tensor, ...]
     const: Tensor

@@ -253,7 +253,7 @@ def test_the_served_module_stays_within_its_rounding(name: str) -> None:
 
 @pytest.mark.parametrize("gap", [3.0, 40.0, 800.0])
 def test_a_saturated_softmax_may_change_far_away(gap: float) -> None:
-    """Where 1 - p rounds to 0, or the other entries underflow, the bounds still grow."""
+    """Bounds still grow where 1 - p rounds to 0, or the other entries underflow."""
     module, x = nn.Softmax(-1), torch.tensor([[gap, 0, 0, 0, 0]]).double()
     y, bound = layer_of(module)(x)
     expansion = expansion_of(module)(x)
