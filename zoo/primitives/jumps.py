@@ -1,4 +1,4 @@
-"""The jump by which torch's softplus is short of log(1 + e^{b x}) / b beyond its threshold, where it returns x: a small jump.
+"""The jump of torch's softplus: what it is short of log(1 + e^{b x}) / b beyond its threshold, where it returns x.
 
     j(x) = -log(1 + e^{-b x}) / b  for b x > t, else 0,  |j| <= d = log(1 + e^{-t}) / b,  0 <= j' <= s = 1 / (1 + e^t)
 
