@@ -15,4 +15,4 @@ def attention(name: str) -> str:
 
 
 EACH_ATTENTION = {attention(name): name for name in reversed(COVERED)}
-QUICK = (*EACH_ATTENTION.values(), "dp_swin_b", "lofast_vit_c10", "lofast_vit_c10_smooth")
+QUICK = (*EACH_ATTENTION.values(), "lofast_vit_c10", "lofast_vit_c10_smooth")

@@ -96,7 +96,7 @@ MASKS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", mostly_slow(MASKS, "causal", "added"))
 def test_attention_with_a_constant_mask_is_one_module(name: str) -> None:
     model, x, y = settled(lambda: Masked(MASKS[name]))
     exact = capture(prepared(model), tuple(x.shape[1:])).exact

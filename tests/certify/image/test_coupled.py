@@ -101,7 +101,8 @@ def test_ascent_reaches_most_of_it() -> None:
     assert share.max() > 0.7
 
 
-@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", PARTS)
 def test_kappa_and_the_inverse_are_those_of_dense_matrices(parts: str) -> None:
     """Check all choices of multipliers that `cost` tries."""
     stage, formed = formed_of(parts, 0.05, 1e-3)

@@ -14,6 +14,7 @@ from certify.api import certifier
 from certify.linear.linear import Linear, LinearAnalysis
 from certify.shared.bake import bake
 from tests.tools.ascent import ascend, ascend_box, margin_loss
+from tests.tools.cases import mostly_slow
 from tests.tools.exported_vit import exported, published_vit
 from tests.tools.small_models import small_model
 from zoo.bounds.rule_table import NoRule
@@ -65,7 +66,7 @@ def batch(model: nn.Module, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "conv", "vit"))
 def test_no_ascent_beats_the_bound(name: str, norm: str) -> None:
     model = MODELS[name]()
     x, y = batch(model, 2, 0)
@@ -80,7 +81,7 @@ def test_no_ascent_beats_the_bound(name: str, norm: str) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "mlp", "vit"))
 def test_small_balls_cost_the_gradient(name: str, norm: str) -> None:
     """As eps -> 0, the loss over eps tends to the dual norm of a margin's gradient, for the class that binds."""
     model = MODELS[name]()

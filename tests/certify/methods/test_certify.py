@@ -239,6 +239,7 @@ def test_auto_is_one_method_with_images_and_without(name: str) -> None:
         assert "lofast" not in choices("auto", model)[:1]
 
 
+@pytest.mark.slow
 def test_auto_is_lofast_everywhere_where_a_layer_has_no_second_order(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.create_model("dp_vit_ti", img_size=32, patch_size=16, depth=3).eval()
     x = torch.rand(1, 3, 32, 32)

@@ -36,7 +36,15 @@ from zoo.models.swin import InWindows
 from zoo.primitives import PRIMITIVES
 
 FEW = ("layernorm", "attention", "centernorm", "conv mixing")
-QUICK = MODULES.keys() - {"l2 untied", "gpsa scsa", "gpsa fused", "window l2", "ln"}  # whose parts others have too
+QUICK = MODULES.keys() - {
+    "l2 untied",
+    "gpsa scsa",
+    "gpsa fused",
+    "window l2",
+    "ln",
+    "scsa",
+    "l2",
+}  # whose parts others have too
 # Where bounds keep much in hand: of heads that share a quotient, of rows that are normalised, short or long.
 LOOSE = {"ln": 2e-4, "scsa": 2e-4, "gpsa scsa": 2e-4}
 

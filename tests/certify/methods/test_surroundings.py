@@ -18,7 +18,7 @@ from zoo.bounds.stepwise import StepwiseAttention
 THREADS, REPEATS = 3, 2
 
 
-@pytest.mark.parametrize("method", ["lofast", "lofast_local", "adjoint"])
+@pytest.mark.parametrize("method", ["lofast", "lofast_local", pytest.param("adjoint", marks=pytest.mark.slow)])
 def test_threads_give_the_answers_of_one(method: str) -> None:
     model = small_model("standard", 0)
     x, y = labelled(model, 4, 0)

@@ -168,6 +168,7 @@ def test_a_model_without_exact_second_order_has_the_image_certificate(parts: str
     assert torch.equal(formed_losses(stage_of(taylor, 0.05), e_B), formed_losses(other, e_B))
 
 
+@pytest.mark.slow
 def test_a_stage_proves_what_that_of_image_proves() -> None:
     """A rival that the bounds of `image` settle gets no other; the others get the lesser of both."""
     _, analysis = taylor_of("stem", count=1)

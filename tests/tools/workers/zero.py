@@ -313,7 +313,7 @@ def models(job: Job) -> Iterator[tuple[Job, int, dict[str, Job]]]:
 
 # Each technique at one stage; training and small penalties at a stage with whole weights and one without.
 QUICK = (
-    *("pgd-zero0", "pgd-zero2", "pgd-zero3", "accumulated-zero3", "hinge-zero2", "recomputed-zero3", "offloaded-zero2"),
+    *("pgd-zero0", "pgd-zero3", "accumulated-zero3", "hinge-zero2", "recomputed-zero3", "offloaded-zero2"),
     *("lmce-zero2", "capped-zero1", "bf16-zero3", "bf16-attacked-in-fp32-zero3", "attacked-in-bf16-zero3"),
     *("arrived-1e-6-zero1", "arrived-1e-6-zero3", "attack-zero3", "broken-bf16-zero3", "broken-fp32-zero2"),
 )

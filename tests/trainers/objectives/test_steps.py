@@ -23,6 +23,7 @@ def found(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "out.json").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(cases([])))
 def test_two_steps_move_the_weights_alike_on_all_ranks(found: dict[str, Any], case: str) -> None:
     one, two = found[case]["terms"]
@@ -36,6 +37,7 @@ def test_every_objective_is_stepped() -> None:
     assert set(OBJECTIVES) <= set(cases([]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_sharpness_aware_steps_are_those_of_one_plain_process(found: dict[str, Any], stage: int) -> None:
     """Weights go uphill and return bit by bit, under each stage that keeps them whole."""
@@ -44,11 +46,13 @@ def test_sharpness_aware_steps_are_those_of_one_plain_process(found: dict[str, A
     assert sharp > plain + 1e-3, "the loss that counts is the one uphill"
 
 
+@pytest.mark.slow
 def test_a_run_that_compiles_nothing_does_not_wait_for_a_compiler(found: dict[str, Any]) -> None:
     """DeepSpeed would load one in 2 s (`trainers.engine.engine.uncompiled`)."""
     assert not found["loaded inductor"]
 
 
+@pytest.mark.slow
 def test_masks_and_mixing_change_the_steps(found: dict[str, Any]) -> None:
     losses = {found[case]["terms"][0]["loss"] for case in ("pgd_at", "pgd_at-masked", "pgd_at-mixed")}
     assert len(losses) == 3

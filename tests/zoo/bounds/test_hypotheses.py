@@ -71,6 +71,7 @@ def broadcast(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.movedim(axis, 0).clone()
 
 
+@pytest.mark.slow
 def test_every_shape_but_the_stated_one_is_refused(
     sites: dict[tuple[type[nn.Module], str], tuple[nn.Module, nn.Module]],
 ) -> None:
