@@ -21,7 +21,7 @@ install: .venv/installed
 demo: install
 	test -f data/digits/digits.json || certizoo shards digits data/digits
 	deepspeed --num_gpus 2 trainers/adv_train.py +model=spec_vit_digits data=digits name=demo certify.workers=2 \
-		certify.images=50 registry.champion_images=50 resume=auto
+		certify.images=40 registry.champion_images=40 resume=auto
 	certizoo registry list
 	@echo 'rows, curve and model card: runs/demo/certificate/   browse the registry: make ui'
 
