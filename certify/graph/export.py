@@ -5,6 +5,7 @@ of the float64 model. A model whose code asks for the numbers of an image is ref
 """
 
 import logging
+import operator
 import re
 import traceback
 import warnings
@@ -18,6 +19,8 @@ from torch import Tensor, fx, nn
 from certizoo import UserError
 
 BATCH = 2  # images of the captured batch; one would hide which axis is the batch
+# operations that compute nothing
+SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,20 @@ def path_of(node: fx.Node) -> str:
     """Return the path of the innermost module that a node comes from."""
     stack = [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values()]
     return stack[-1].removeprefix("L['self'].").split("@")[0] if stack else ""
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of the operation, without its overload."""
+    if node.target is operator.getitem:
+        return "getitem"
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def other_type(node: fx.Node) -> torch.dtype | None:
+    """Return the type of the result where it is not float64."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) and value.dtype is not torch.float64 else None
 
 
 def line_of(node: fx.Node) -> str:

@@ -14,14 +14,13 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from certify.graph.attention import rescaled, shifted, without
-from certify.graph.export import BATCH, Graph, line_of, path_of
+from certify.graph.export import BATCH, SKIPPED, Graph, line_of, name_of, other_type, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
 from certify.graph.rowwise import ROWWISE, Lengths, of_lengths
 from certify.graph.values import LogProbabilities, Node, Product, Unmapped, Value, materialised, step
 from zoo.bounds.rule_table import NOTHING, NoRule, refuse_altered, refuse_unknown, rules_of
 
 KNOWN = OPERATIONS | ROWWISE
-SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 NO_RULE = "this operation has no rule"
 ALIKE = 1e-9  # a module and its part of the graph, in float64
 
@@ -77,7 +76,7 @@ class Walk:
     def _guarded(self, node: fx.Node, whole: "Whole | None") -> Any:
         """Evaluate one node; record a fault if that is impossible."""
         operands, _ = tree_flatten((self._known(node.args), self._known(node.kwargs)))
-        name = _name(node)
+        name = name_of(node)
         if any(isinstance(operand, Missing) for operand in operands):
             both = sum(isinstance(operand, Missing | Value) for operand in operands) > 1
             if name not in (*KNOWN, *MOVES, *SKIPPED, "getitem") or (both and name == "div"):
@@ -105,7 +104,8 @@ class Walk:
             return args[0][args[1]]
         if not any(isinstance(operand, Value | Product | Lengths | LogProbabilities) for operand in operands):
             return self._constant(node, args, kwargs)
-        _require_float64(node)
+        if other := other_type(node):
+            raise Unmapped(f"a result of {other}; compute in the type of the weights")
         if any(isinstance(operand, LogProbabilities) for operand in operands):
             raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
         if any(isinstance(operand, Product) for operand in operands):
@@ -201,19 +201,6 @@ def _of_product(name: str, args: Any, kwargs: Any) -> Any:
 
 def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _require_float64(node: fx.Node) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and value.dtype is not torch.float64:
-        raise Unmapped(f"a result of {value.dtype}; compute in the type of the weights")
-
-
-def _name(node: fx.Node) -> str:
-    if node.target is operator.getitem:
-        return "getitem"
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet))
 
 
 # modules that stay whole ----------------------------------------------------------------------------------------------

@@ -7,17 +7,14 @@ computed here once in float64, and counts as a weight.
 import operator
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from certify.graph.export import captured_graph, line_of
+from certify.graph.export import SKIPPED, captured_graph, line_of, name_of, other_type
 from certify.linear.operations import OPERATIONS
 from certify.linear.program import Lacking, Program, Ref
 from certify.linear.steps import Shape
 from zoo.bounds.rule_table import NoRule
-
-SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
 
 def program_of(model: nn.Module, shape: Shape) -> Program:
@@ -45,8 +42,7 @@ def program_of(model: nn.Module, shape: Shape) -> Program:
 
 
 def _evaluated(program: Program, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    packet = getattr(node.target, "overloadpacket", node.target)
-    name = str(getattr(packet, "__name__", packet))
+    name = name_of(node)
     args, kwargs = (
         tree_map(lambda arg: known[arg] if isinstance(arg, fx.Node) else arg, given)
         for given in (node.args, node.kwargs)
@@ -60,7 +56,6 @@ def _evaluated(program: Program, node: fx.Node, known: dict[fx.Node, Any]) -> An
         return node.target(*args, **kwargs)
     if name not in OPERATIONS:
         raise Lacking(f"{name} has none")
-    value = node.meta.get("val")
-    if isinstance(value, Tensor) and value.dtype is not torch.float64:
-        raise Lacking(f"{name} computes in {value.dtype}")
+    if other := other_type(node):
+        raise Lacking(f"{name} computes in {other}")
     return OPERATIONS[name](program, node.target, *args, **kwargs)
