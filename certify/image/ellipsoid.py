@@ -18,7 +18,6 @@ measure M_i is drawn; proved bounds of remainders enter Theta alone. Proof: docs
 Letters: B images, C rivals of each, M random vectors.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +29,7 @@ from torch.nn.functional import pad
 from certify.image.budget import at_once, budget
 from certify.image.columns import Columns
 from certify.image.joint import Joint, Scale, Sizes
+from certify.image.quantiles import least_square_sum
 from certify.image.rounding import ALLOWED, Rounding
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
 from zoo.bounds import lanczos
@@ -421,19 +421,3 @@ def _repeated(shift: Tensor, u: Tensor) -> Tensor:
 def within(size_B: Tensor, forms: Forms, reach: Tensor) -> Tensor:
     """Return the reaches of functionals (B, ...), none larger than its length times |H|."""
     return torch.fmin(reach, forms.sizes * broadcast_batch(size_B, reach.shape[1:]))
-
-
-def least_square_sum(count: int, chance: float) -> float:
-    """Return x with P[chi^2 with `count` degrees of freedom <= x] <= chance.
-
-    Chernoff's bound is (t e^(1 - t))^(count / 2) for x = t count, t <= 1, which grows with t. Proof:
-    docs/proofs.md#probes.
-    """
-    low, high = 0.0, 1.0
-    for _ in range(100):
-        t = (low + high) / 2
-        if t > 0 and math.log(t) + 1 - t > 2 / count * math.log(chance):
-            high = t
-        else:
-            low = t
-    return low * count

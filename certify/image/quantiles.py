@@ -1,6 +1,6 @@
-"""Sums of squares of bilinear forms of Gaussian vectors that are seldom small.
+"""Sums of squares of linear and bilinear forms of Gaussian vectors that are seldom small.
 
-For independent Gaussian vectors X, Y and any matrix H with |H|_F = 1,
+The squares of a linear form are chi^2. For independent Gaussian vectors X, Y and any matrix H with |H|_F = 1,
 
     E exp(-t <X, H Y>^2)  <=  L(t) = E (1 + 2 t x^2)^(-1/2),      x normal,
 
@@ -17,6 +17,22 @@ from torch import Tensor
 STEP, END = 1e-4, 8.0  # of the sum that bounds L
 TAIL = 2e-15  # above P[|x| > END]
 TRIED = torch.logspace(-2, 2, 41, dtype=torch.float64).tolist()  # values of t; any are sound
+
+
+def least_square_sum(count: int, chance: float) -> float:
+    """Return x with P[chi^2 with `count` degrees of freedom <= x] <= chance.
+
+    Chernoff's bound is (t e^(1 - t))^(count / 2) for x = t count, t <= 1, which grows with t. Proof:
+    docs/proofs.md#probes.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        t = (low + high) / 2
+        if t > 0 and math.log(t) + 1 - t > 2 / count * math.log(chance):
+            high = t
+        else:
+            low = t
+    return low * count
 
 
 @cache

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids, least_square_sum
+from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids
+from certify.image.quantiles import least_square_sum
 from certify.taylor.forms import Curvature, smooth_units
 from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product

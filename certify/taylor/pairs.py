@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from certify.image.budget import at_once
-from certify.image.ellipsoid import PROBE_FAILURE, TINY, Ellipsoids, least_square_sum
+from certify.image.ellipsoid import PROBE_FAILURE, TINY, Ellipsoids
 from certify.image.joint import Sizes
-from certify.taylor.quantiles import least_pair_sum
+from certify.image.quantiles import least_pair_sum, least_square_sum
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms

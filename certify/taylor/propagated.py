@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown, least_square_sum
+from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown
 from certify.image.joint import IMAGE, Sizes
+from certify.image.quantiles import least_square_sum
 from certify.taylor.forms import kappa, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm

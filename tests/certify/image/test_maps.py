@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import zoo
 from certify import certified_radius
 from certify.image.columns import Columns
-from certify.image.ellipsoid import COARSE, Ellipsoids, least_square_sum
+from certify.image.ellipsoid import COARSE, Ellipsoids
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint, Noise, Sizes
+from certify.image.quantiles import least_square_sum
 from certify.image.radius_stage import RadiusStage, Situation
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow

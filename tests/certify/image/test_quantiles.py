@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from certify.taylor.quantiles import END, STEP, _transform, least_pair_sum
+from certify.image.quantiles import END, STEP, _transform, least_pair_sum
 from tests.tools.ascent import ascend
 
 GRID = torch.arange(0.0, END, STEP, dtype=torch.float64)
