@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator
+from torch import Generator, nn
 
 import zoo
 from benchmarks.record import RESULTS, record
@@ -80,16 +80,23 @@ class Training:
 
 
 def accuracies(run: Training, table: "Table") -> Figures:
-    """Return accuracies on the first test images, 'clean' and under ATTACKS; on a GPU if there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, data = zoo.handover.load(run.folder / "handover")[0].to(device), DataConfig(**run.config["data"])
-    right = dict.fromkeys(table.columns, 0)
-    images = 0
-    batches = eval_loader(find(data, "test"), data, batch_size=BATCH, limit=table.images)
+    """Return accuracies of a run on the first test images; on a GPU if there is one."""
+    return attacked(loaded(run), DataConfig(**run.config["data"]), table.columns, table.images)
+
+
+def loaded(run: Training) -> nn.Module:
+    """Return the model of a finished run, on a GPU if there is one."""
+    return zoo.handover.load(run.folder / "handover")[0].to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def attacked(model: nn.Module, data: DataConfig, columns: Sequence[str], limit: int) -> Figures:
+    """Return accuracies on the first test images, 'clean' and under ATTACKS."""
+    device, right, images = next(model.parameters()).device, dict.fromkeys(columns, 0), 0
+    batches = eval_loader(find(data, "test"), data, batch_size=BATCH, limit=limit)
     for index, (_, images_BCHW, labels_B) in enumerate(batches):
         images_BCHW, labels_B = images_BCHW.to(device), labels_B.to(device)
         images += len(labels_B)
-        for column in table.columns:
+        for column in columns:
             x_BCHW = images_BCHW
             if column in ATTACKS:
                 x_BCHW = ATTACKS[column].run(model, images_BCHW, labels_B, Generator().manual_seed(index))

@@ -5,7 +5,8 @@
 
 Trains configs/experiment/msvp_std.yaml or msvp_adv.yaml for each lambda (of W_Q, W_K and W_V) and seed, in runs/, and
 measures each run: accuracy under attack, the largest singular value of a head's weights, and certified radii in L2. An
-existing run is not trained again. Results, written after each run: benchmarks/results/msvp_TRACK.json and .md.
+existing run is not trained again. Results, written after each run: benchmarks/results/msvp_TRACK.json and .md. The
+columns are those of SpecFormer's Tables 1 and 2 (https://arxiv.org/abs/2402.03317).
 """
 
 import argparse
@@ -17,8 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-import zoo
-from benchmarks.experiments import Table, Training, accuracies, train
+from benchmarks.experiments import Training, attacked, loaded, train
 from benchmarks.record import RESULTS, record
 from certify import certified_radius
 from certizoo.attacks.auto import AutoAttack
@@ -32,22 +32,9 @@ CERTIFIED = 300  # images
 EPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # L2
 NONCE = "msvp"
 BATCH = 10
-TRACKS = {
-    "std": Table(
-        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 1",
-        differs="",
-        columns=("clean", "FGSM", "PGD-2"),
-        rows=(),
-        script="std_train",
-    ),
-    "adv": Table(
-        source="SpecFormer (https://arxiv.org/abs/2402.03317), Table 2",
-        differs="",
-        columns=("clean", "CW-20", "PGD-20"),
-        rows=(),
-        script="adv_train",
-    ),
-}
+IMAGES = 1000  # under attack
+# track -> its trainer and the columns of SpecFormer's table
+TRACKS = {"std": ("std_train", ("clean", "FGSM", "PGD-2")), "adv": ("adv_train", ("clean", "CW-20", "PGD-20"))}
 
 
 @dataclass(frozen=True)
@@ -66,30 +53,28 @@ def training(track: str, penalty: str, seed: int, overrides: Sequence[str]) -> T
     """Return the run of one lambda and seed."""
     weights = [f"penalty.lambda_{branch}={penalty}" for branch in "qkv"]
     options = (f"+experiment=msvp_{track}", "penalty=msvp", *weights, f"seed={seed}", *overrides)
-    return Training(options, compose_config(TRACKS[track].script, options))
+    return Training(options, compose_config(TRACKS[track][0], options))
 
 
 def measured(track: str, run: Training, penalty: str, seed: int) -> Measured:
     """Measure a finished run on the first test images."""
-    model = zoo.handover.load(run.folder / "handover")[0].eval()
-    accuracy = accuracies(run, TRACKS[track])
+    model, data = loaded(run).eval(), DataConfig(**run.config["data"])
+    accuracy = attacked(model, data, TRACKS[track][1], IMAGES)
     if track == "adv":
-        images_BCHW, labels_B = first_images(run, TRACKS[track].images)
+        images_BCHW, labels_B = first_images(model, data, IMAGES)
         attacked_BCHW = AutoAttack("linf", 8 / 255).run(model, images_BCHW, labels_B)
         with torch.no_grad():
             accuracy["AutoAttack"] = 100 * float((model(attacked_BCHW).argmax(1) == labels_B).double().mean())
-    radius_B = radii(model, *first_images(run, CERTIFIED))
+    radius_B = radii(model, *first_images(model, data, CERTIFIED))
     certified = {str(eps): 100 * float((radius_B >= eps).double().mean()) for eps in EPS}
     return Measured(penalty, seed, accuracy, certified, float(radius_B.median()), sigma_max(model))
 
 
-def first_images(run: Training, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first test images and their labels."""
-    data = DataConfig(**run.config["data"])
-    batches = [
-        (images, labels) for _, images, labels in eval_loader(find(data, "test"), data, batch_size=100, limit=count)
-    ]
-    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+def first_images(model: nn.Module, data: DataConfig, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first test images and their labels, where the model is."""
+    _, images_BCHW, labels_B = next(iter(eval_loader(find(data, "test"), data, batch_size=count, limit=count)))
+    device = next(model.parameters()).device
+    return images_BCHW.to(device), labels_B.to(device)
 
 
 def radii(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
@@ -114,7 +99,7 @@ def run(track: str, overrides: Sequence[str]) -> None:
     for seed in SEEDS:
         for penalty in LAMBDAS:
             one = training(track, penalty, seed, overrides)
-            train(TRACKS[track].script, one, to_file=False)
+            train(TRACKS[track][0], one, to_file=False)
             done.append(measured(track, one, penalty, seed))
             record(
                 f"msvp_{track}",
