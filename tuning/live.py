@@ -1,7 +1,6 @@
 """The display of a running search: one line per trial, in a live table, or as plain lines in a log."""
 
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -94,10 +93,9 @@ class Board:
 
         The terminal draws every row twice a second, and shows no more.
         """
-        states = Counter(line.state for line in self.lines.values())
-        title = f"{self.space.name}: {sum(states[state] for state in ENDED)} of {self.total} trials"
+        title = f"{self.space.name}: {self.ended_trials} of {self.total} trials"
         if len(self.lines) > SHOWN:
-            title += f", {states['running']} running; the {SHOWN} best"
+            title += f", {self.count('running')} running; the {SHOWN} best"
         table = Table(title=title)
         for column in ("trial", "state", "epoch", *(key.split(".", 1)[-1] for key in self.space.parameters)):
             table.add_column(column)

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids
 from certify.image.quantiles import least_square_sum
-from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.forms import Curvature, smooth_leaves
 from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.tape import Vectors
@@ -36,7 +36,8 @@ def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor,
     `off` (C, B) bounds the error of torch's product with the forms of the units, for vectors of length 1.
     """
     joint, last = ellipsoids.joint, max(units)
-    before = [k for k in joint.sources(last) if smooth_units(ellipsoids.tape.leaves[k].forms) is not None]
+    smooth = smooth_leaves(ellipsoids.tape)
+    before = [k for k in joint.sources(last) if k in smooth]
     if not before:
         return Vectors()
     squares, length2_B = Vectors(), torch.zeros_like(joint.most_B)

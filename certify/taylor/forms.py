@@ -18,6 +18,7 @@ from zoo.arithmetic import U, at_least_near, broadcast_batch
 from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.tape import Tape
 from zoo.bounds.third_order import second_range
 
 
@@ -25,6 +26,12 @@ def smooth_units(forms: Forms | None) -> UnitForms | None:
     """Return the forms if they are those of units with a second derivative."""
     known = isinstance(forms, UnitForms) and isinstance(forms.activation, Smooth)
     return forms if known and isinstance(forms, UnitForms) else None
+
+
+def smooth_leaves(tape: Tape) -> dict[int, UnitForms]:
+    """Return the leaves with such units."""
+    found = {at: smooth_units(tape.leaves[at].forms) for at in tape.nonlinear}
+    return {at: forms for at, forms in found.items() if forms is not None}
 
 
 def hull(forms: UnitForms, reach: Tensor) -> tuple[Tensor, Tensor]:

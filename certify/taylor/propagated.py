@@ -25,7 +25,7 @@ from torch import Tensor
 from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown
 from certify.image.joint import IMAGE, Sizes
 from certify.image.quantiles import least_square_sum
-from certify.taylor.forms import kappa, smooth_units
+from certify.taylor.forms import kappa, smooth_leaves, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms
@@ -65,10 +65,10 @@ def propagated(
     ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor], vectors: int = VECTORS
 ) -> Propagated:
     """Return the bound for coefficients c (C, B, N, H) >= 0 of the units of some leaves."""
-    tape, joint = ellipsoids.tape, ellipsoids.joint
+    joint = ellipsoids.joint
     forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
-    sources = joint.sources(max(c))
-    units = [k for k in sources if smooth_units(tape.leaves[k].forms) is not None]
+    sources, smooth = joint.sources(max(c)), smooth_leaves(ellipsoids.tape)
+    units = [k for k in sources if k in smooth]
     others = tuple(k for k in sources if k not in units)
     zero = torch.zeros_like(forms[max(c)].largest)
     rest = aside(ellipsoids, forms, others, f"{word} others", numbers)

@@ -24,16 +24,9 @@ import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import (
-    Before,
-    Draw,
-    Ellipsoids,
-    Known,
-    Off,
-    Rest,
-)
+from certify.image.ellipsoid import Before, Draw, Ellipsoids, Known, Off, Rest
 from certify.image.joint import IMAGE, Joint
-from certify.taylor.forms import kappa, smooth_units
+from certify.taylor.forms import kappa, smooth_leaves
 from certify.taylor.pairs import Orders, Pairs
 from certify.taylor.propagated import Propagated, propagated
 from zoo.arithmetic import OUT, at_least_near, broadcast_batch, nan_to_inf, product
@@ -81,8 +74,7 @@ class CloserEllipsoids(Ellipsoids):
 
     @cached_property
     def _units(self) -> dict[int, UnitForms]:
-        found = {at: smooth_units(self.tape.leaves[at].forms) for at in self.tape.nonlinear}
-        return {at: forms for at, forms in found.items() if forms is not None}
+        return smooth_leaves(self.tape)
 
     @cached_property
     def _orders(self) -> Orders | None:

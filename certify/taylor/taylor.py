@@ -23,7 +23,7 @@ from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, Formed, RadiusStage, Situation
 from certify.shared.certificate import Clean, gaps
-from certify.taylor.forms import smooth_units
+from certify.taylor.forms import smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.trust_region import terms_of
 from zoo.arithmetic import nan_to_inf
@@ -96,4 +96,4 @@ class Taylor(Image):
 
 def has_units(tape: Tape) -> bool:
     """Return whether the model has hidden units whose second order is known exactly."""
-    return any(smooth_units(leaf.forms) is not None for leaf in tape.leaves.values())
+    return bool(smooth_leaves(tape))

@@ -31,7 +31,7 @@ from torch import Tensor
 from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
 from certify.taylor.cross import crossed
-from certify.taylor.forms import Curvature, smooth_units
+from certify.taylor.forms import Curvature, smooth_leaves
 from certify.taylor.propagated import Propagated, aside, free, propagated, units_at
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
@@ -168,9 +168,9 @@ def _norm_of(ellipsoids: Ellipsoids, crosses: Vectors, numbers: Sequence[Tensor]
 
 def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
     found = dict[int, Curvature]()
-    for at in margins.forms:
-        forms, reach = smooth_units(ellipsoids.tape.leaves[at].forms), ellipsoids.rests[at].reach
-        if forms is not None and reach is not None:
+    for at, forms in smooth_leaves(ellipsoids.tape).items():
+        reach = ellipsoids.rests[at].reach
+        if at in margins.forms and reach is not None:
             found[at] = Curvature.of(forms, g[at], reach)
     return found
 

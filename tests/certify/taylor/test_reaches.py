@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from certify.image.ellipsoid import Before
 from certify.taylor import pairs
 from certify.taylor.cross import crossed
-from certify.taylor.forms import kappa, smooth_units
+from certify.taylor.forms import kappa, smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.taylor import TaylorStage
 from certify.taylor.trust_region import units_of
@@ -36,11 +36,6 @@ def deep(seed: int, scale: float) -> tuple[nn.Sequential, Tensor, Tensor]:
         return net, x, net(x).argmax(-1)
 
 
-def units_in(found: CloserEllipsoids) -> dict[int, UnitForms]:
-    forms = {at: smooth_units(found.tape.leaves[at].forms) for at in found.tape.nonlinear}
-    return {at: form for at, form in forms.items() if form is not None}
-
-
 def ellipsoids_of(stage: TaylorStage) -> CloserEllipsoids:
     assert isinstance(stage.ellipsoids, CloserEllipsoids)
     return stage.ellipsoids
@@ -62,7 +57,7 @@ def exceeded(seed: int, scale: float, e: float) -> bool:
 
         found._grow(e_B, theta)
         assert third
-        for number, (at, forms) in enumerate(units_in(found).items()):
+        for number, (at, forms) in enumerate(smooth_leaves(found.tape).items()):
             move = moves(net, x, 2 + 2 * number)
 
             def far(z: Tensor, move: Callable[[Tensor], Tensor] = move, reach: Tensor = known[at]) -> Tensor:
@@ -129,7 +124,7 @@ def test_both_orders_are_those_of_dense_maps(parts: str) -> None:
     """They are never below the exact ones, for functionals of every kind of leaf, and not far above."""
     _, analysis = taylor_of(parts, count=1)
     found = ellipsoids_of(stage_of(analysis, 0.2))
-    orders, units, joint = found._orders, units_in(found), found.joint
+    orders, units, joint = found._orders, smooth_leaves(found.tape), found.joint
     assert orders is not None
     last, size = max(orders.first), analysis.images[0].numel()
     formed = {at: form for at in orders.first if (form := found.tape.leaves[at].forms) is not None}
