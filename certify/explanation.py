@@ -1,4 +1,4 @@
-"""A certificate explained layer by layer: `certify.explain(model, images)` and `certizoo explain MODEL`.
+"""A certificate explained layer by layer: `certify.explain(model, images)`.
 
     norm     the largest stretch of the layer at an image (||J||, or the first-order rule at a small radius): the median
     share    its part of the loss at the certified radius (method adjoint), or its growth of the radius (lofast)
@@ -8,18 +8,11 @@ A model with operations that have no rule gets the list of all of them, with the
 Letters: B images.
 """
 
-import argparse
-import importlib
-import inspect
 import re
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +24,7 @@ from certify.methods import AUTO, choices
 from certify.methods.lofast import LoFAST
 from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
-from certizoo import UserError
 from certizoo.attacks.loop import probing
-from certizoo.config.schema import Count, argument, as_path
-from certizoo.errors import one_line_errors
-from certizoo.nearest import unknown
 from zoo.bounds.contracts import Layer
 from zoo.bounds.first_order import parts_of
 from zoo.bounds.rule_table import NoRule
@@ -184,73 +173,3 @@ def _kinds_of(part: nn.Module | str) -> list[str]:
     if isinstance(part, str):
         return [part]
     return [type(inner).__name__ for inner in part] if isinstance(part, Folded) else [type(part).__name__]
-
-
-# the command ----------------------------------------------------------------------------------------------------------
-
-
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="certizoo explain", description="Layers of a model: rules, norms, shares.")
-    top.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a name of the zoo or of timm, a hand-over, or MODULE:FUNCTION that makes one",
-    )
-    top.add_argument("--img-size", type=argument(Count), help="side of the square images (default: the model's)")
-    top.add_argument("--weights", type=as_path, metavar="FILE", help="a .safetensors file with the model's weights")
-    top.add_argument("--images", type=argument(Count), default=2, metavar="N", help="random images (default: 2)")
-    return top
-
-
-@one_line_errors
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of one model."""
-    args = parser().parse_args(argv)
-    model, size, chans = _model(args.model, args.img_size)
-    if args.weights is not None:
-        from zoo.weights import files
-
-        model.load_state_dict(files.read(args.weights).original)
-    images = torch.rand(args.images, chans, size, size, generator=torch.Generator().manual_seed(0))
-    sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
-
-
-def _made(module: str, function: str) -> nn.Module:
-    """Return what MODULE:FUNCTION makes. An error inside the function is the user's own and passes."""
-    sys.path.insert(0, "")
-    try:
-        make: Any = getattr(importlib.import_module(module), function)
-        inspect.signature(make).bind()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{module}:{function} cannot be called ({error}); write MODULE:FUNCTION") from None
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise UserError(f"{module}:{function} makes a {type(made).__name__}; it must return a torch.nn.Module")
-    return made
-
-
-def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
-    """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
-    import timm
-
-    import zoo
-
-    torch.manual_seed(0)
-    if Path(name).is_dir():
-        found, config = zoo.handover.load(Path(name))
-        return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
-    if ":" in name:
-        module, _, function = name.partition(":")
-        return _made(module, function), size or 32, 3
-    if name not in timm.list_models():  # those of the zoo are among them
-        raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
-    make = partial[Any](timm.create_model, name)
-    try:
-        model: Any = make() if size is None else make(img_size=size)
-    except TypeError:  # conv nets take any size
-        model = make()
-    return model, size or int(model.pretrained_cfg["input_size"][-1]), int(model.pretrained_cfg["input_size"][0])
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ COMMANDS = {
     "zoo": ("zoo", "list models and what is proved of their weights; import, export"),
     "shards": ("certizoo.shards", "data sets as shards"),
     "certify": ("certify", "certify, evaluate with attacks, certify photographs, the leaderboard"),
-    "explain": ("certify.explanation", "layers of any model: rules or what is missing, norms, shares of the loss"),
+    "explain": ("certify.explain_command", "layers of any model: rules or what is missing, norms, shares of the loss"),
     "registry": ("certizoo.registry", "browse certified versions in MLflow"),
     "tune": ("tuning", "search with Ray Tune"),
     "doctor": ("trainers.doctor", "check what this machine can train"),

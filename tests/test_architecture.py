@@ -42,6 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "certify/served.py": set(),  # published versions refer to it
     "certify/api.py": {"certify/shared", "certify/methods", "certify/graph"},
     "certify/explanation.py": _METHODS | {"certify/graph", "certify/api.py"},
+    "certify/explain_command.py": {"certify/explanation.py"},
     "certify/papers": _METHODS | {"certify/rows"},
     "certify/stage/report": {"certify/rows"},
     "certify/stage": _METHODS | {"certify/api.py", "certify/rows", "certify/stage/report"},

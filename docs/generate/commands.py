@@ -37,7 +37,7 @@ def _texts() -> dict[str, str]:
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
     """Iterate over the parsers; they are imported here because together they take seconds."""
-    import certify.explanation
+    import certify.explain_command
     import certizoo.registry.__main__
     import certizoo.shards.__main__
     import tuning.__main__
@@ -46,7 +46,7 @@ def parsers() -> Iterator[argparse.ArgumentParser]:
 
     yield certizoo.shards.__main__.parser()
     yield zoo.__main__.parser()
-    yield certify.explanation.parser()
+    yield certify.explain_command.parser()
     yield tuning.__main__.parser(compose_config("tune", []))
     yield certizoo.registry.__main__.parser()
 

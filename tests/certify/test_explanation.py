@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import certify
-from certify import explanation
+from certify import explain_command
 from certify.methods import METHODS
 from tests.tools.captured_models import Tokens, plain, settled
 from tests.tools.small_models import small_model
@@ -65,10 +65,10 @@ def test_the_command_prints_the_table(
         "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10))\n"
     )
     monkeypatch.chdir(tmp_path)
-    explanation.main(["mine:net", "--img-size", "8"])
+    explain_command.main(["mine:net", "--img-size", "8"])
     assert "accepted by adjoint" in capsys.readouterr().out
     with pytest.raises(SystemExit) as left:
-        explanation.main(["resnet81"])
+        explain_command.main(["resnet81"])
     assert left.value.code == 2
     assert "resnet18" in capsys.readouterr().err
 

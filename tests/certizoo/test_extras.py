@@ -67,5 +67,5 @@ def test_the_absence_of_a_library_is_one_line(capsys: pytest.CaptureFixture[str]
 def test_models_certificates_and_photographs_need_no_extra() -> None:
     absent = sorted(EXTRAS.keys() - BY_TIMM)
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); "
-    code += "import zoo, certify, certify.photos.cli, certify.explanation"
+    code += "import zoo, certify, certify.photos.cli, certify.explain_command"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

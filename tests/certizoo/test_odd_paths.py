@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zoo
-from certify import explanation
+from certify import explain_command
 from certify.__main__ import COMMANDS, WITH_FILES
 from certify.__main__ import main as certify
 from certizoo import UserError
@@ -115,7 +115,7 @@ def key_of_trainer(name: str, key: str) -> Door:
 
 
 RUN: dict[str, Callable[[list[str]], object]] = {
-    "certizoo shards": shards.main, "python -m zoo": models.main, "certizoo explain": explanation.main,
+    "certizoo shards": shards.main, "python -m zoo": models.main, "certizoo explain": explain_command.main,
     "tune.py": tune.main, "certizoo registry": registry.main,
 }  # fmt: skip
 
