@@ -18,6 +18,7 @@ from certify.linear.program import Program
 from certify.linear.steps import Box, Relaxed, inner
 from certify.shared.ball import LINF, Ball
 from zoo.arithmetic import OUT, U, gamma, nan_to_inf
+from zoo.arithmetic import length as length_2
 
 ENTRIES = 2**20  # of one tensor of functionals, so that it stays in the cache
 
@@ -88,7 +89,7 @@ class Bounds:
     def _on_ball(self, a: Tensor, const: Tensor, rounding: Tensor) -> Tensor:
         """Return the least values on the balls."""
         length = torch.linalg.vector_norm(a.flatten(2), 1, -1)
-        fall = length if self.ball.norm == LINF else torch.linalg.vector_norm(a.flatten(2), 2, -1)
+        fall = length if self.ball.norm == LINF else length_2(a.flatten(2))
         fall = fall * self.eps_B[:, None]
         off = gamma(self.x[0].numel() + 16) * (length * self.x.flatten(1).abs().amax(1, keepdim=True) + fall)
         least = inner(a, self.x) + const - (fall + rounding + off + 4 * U * const.abs()) * OUT

@@ -94,7 +94,7 @@ def _grid(f: Scalar, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     z = torch.cat([low + (high - low) * share[:-1], high, *kinks], -1)
     z = torch.minimum(torch.maximum(z, low), high).sort(-1).values
     y = f.f(z)
-    cell = ((high - low) / parts).square() * (f.curvature / 8 * OUT)
+    cell = ((high - low) / parts + 4 * U * torch.maximum(high.abs(), low.abs())).square() * (f.curvature / 8 * OUT)
     rounding = LIBM * torch.maximum(z.abs(), y.abs()).amax(-1, keepdim=True)
     return z, y, (cell + rounding).squeeze(-1) + TINY
 

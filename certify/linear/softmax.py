@@ -22,8 +22,6 @@ from torch import Tensor
 from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
 from zoo.arithmetic import OUT, U, gamma
 
-LIBM = 40 * U
-
 
 @dataclass(frozen=True)
 class Softmax:
@@ -38,14 +36,15 @@ class Softmax:
 
     def box(self, *boxes: Box) -> Box:
         """Return the exact range of every weight: its own score at one end, all others at the other end."""
-        lo, hi = _differences(boxes[0])
-        off = gamma(3 * self.shape[-1] + 200)
-        return Box(
-            ((1 - off) / hi.exp().sum(-1) - TINY).clamp_min(0), ((1 + off) / lo.exp().sum(-1) + TINY).clamp_max(1)
-        )
+        return _range(*_differences(boxes[0]))
 
     def relaxed(self, *boxes: Box) -> "Planes":
         return _planes(boxes[0])
+
+
+def _range(lo: Tensor, hi: Tensor) -> Box:
+    off = gamma(3 * lo.shape[-1] + 200)
+    return Box(((1 - off) / hi.exp().sum(-1) - TINY).clamp_min(0), ((1 + off) / lo.exp().sum(-1) + TINY).clamp_max(1))
 
 
 def _differences(s: Box) -> tuple[Tensor, Tensor]:
@@ -106,7 +105,8 @@ def _planes(s: Box) -> Planes:
     eta = gamma(3 * n + 400)
     reach = s.reach.unsqueeze(-2) + s.reach.unsqueeze(-1) + t.abs()
     # from below: chords of e^t, tangent of 1 / y
-    chord = torch.where(width > 0, e_lo * torch.expm1(width) / torch.where(width > 0, width, 1.0), e_t)
+    rise = torch.where(width > 1, e_hi - e_lo, e_lo * torch.expm1(width.clamp(max=1)))  # without cancellation
+    chord = torch.where(width > 0, rise / torch.where(width > 0, width, 1.0), e_t)
     y_0 = (e_lo + chord * (t - lo)).sum(-1)
     steep = (chord / y_0.square().unsqueeze(-1)).masked_fill(own, 0)
     off = 8 * eta * (1 / y_0 + (steep * (reach + width)).sum(-1)) * OUT + TINY
@@ -123,7 +123,14 @@ def _planes(s: Box) -> Planes:
     size = 1 / y_lo + kappa * (g_lo.abs() + g_hi.abs() + g_t.abs() + 1)
     off_u = 8 * eta * (size + (steep_u * (reach + width)).sum(-1)) * OUT + TINY
     upper = (shift + kappa * g_t + off_u, _per_score(-steep_u))
-    return Planes(s, lower, upper)
+    whole = _range(lo, hi)
+    return Planes(s, _or_constant(*lower, whole.lower), _or_constant(*upper, whole.upper))
+
+
+def _or_constant(at: Tensor, slope: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the plane, or the end of the range where exponentials overflow."""
+    finite = at.isfinite() & slope.isfinite().all(-1)
+    return torch.where(finite, at, end), torch.where(finite.unsqueeze(-1), slope, 0.0)
 
 
 def _per_score(slope: Tensor) -> Tensor:
