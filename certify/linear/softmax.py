@@ -73,26 +73,42 @@ class Planes:
         return torch.maximum(at.abs(), at_u.abs()) + (steep @ far).squeeze(-1) + 1
 
     def back(self, a: Tensor) -> Back:
-        middle = (self.lower[0] + self.upper[0]).unsqueeze(1) / 2
+        n, count = a.shape[-1], len(a)
+        rows = a.reshape(*a.shape[:2], -1, n).transpose(1, 2)  # (B, L, R, N), L rows of scores: a matrix product each
+        at, at_u, reach = (t.reshape(count, -1, n) for t in (self.lower[0], self.upper[0], self.box.reach))
+        slope, slope_u = (t.reshape(count, -1, n, n) for t in (self.lower[1], self.upper[1]))
+        reach = reach.unsqueeze(2)
+        middle = (at + at_u).unsqueeze(2)
         shares = middle / middle.sum(-1, keepdim=True)
-        choices = (a.amin(-1, keepdim=True), a.amax(-1, keepdim=True), (a * shares).sum(-1, keepdim=True))
-        tried = [self._shifted(a, c) for c in choices]
-        best = torch.stack([worth for worth, *_ in tried]).nan_to_num(-torch.inf).argmax(0)
-        part, const, moduli = (
-            torch.where(best == 0, t[0], torch.where(best == 1, t[1], t[2]))
-            for t in zip(*(rest for _, *rest in tried), strict=True)
+        low, high, mean = rows.amin(-1, True), rows.amax(-1, True), (rows * shares).sum(-1, True)
+        by_lower, by_upper = rows @ slope, rows @ slope_u
+        least, most = slope.sum(-2).unsqueeze(2), slope_u.sum(-2).unsqueeze(2)
+        above = (rows - mean).clamp(min=0)
+        at, at_u = at.unsqueeze(2), at_u.unsqueeze(2)
+        c, part, const = _better(
+            reach,
+            (low, by_lower - low * least, ((rows - low) * at).sum(-1, True)),
+            (high, by_upper - high * most, ((rows - high) * at_u).sum(-1, True)),
+            (
+                mean,
+                by_upper - mean * most + above @ (slope - slope_u),
+                (above * (at - at_u) + (rows - mean) * at_u).sum(-1, True),
+            ),
         )
-        total = const.flatten(2).sum(-1) - inner(part, self.box.centre)
-        return Back((part,), total, rounding_of(moduli, self._size, 4 * a.shape[-1]))
+        part = part.transpose(1, 2).reshape(a.shape)
+        total = (const + c).sum((1, 3)) - inner(part, self.box.centre)
+        moduli = (rows.abs() + c.abs()).transpose(1, 2)
+        return Back((part,), total, rounding_of(moduli, self._size, 8 * n))
 
-    def _shifted(self, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the bound's value on the box, slopes, constant, and the moduli of its terms, for a shift by c."""
-        (at, slope), (at_u, slope_u) = self.lower, self.upper
-        above, below = (a - c).clamp(min=0), (a - c).clamp(max=0)
-        part = (above.unsqueeze(-2) @ slope.unsqueeze(1) + below.unsqueeze(-2) @ slope_u.unsqueeze(1)).squeeze(-2)
-        const = (above * at.unsqueeze(1) + below * at_u.unsqueeze(1)).sum(-1, keepdim=True) + c
-        worth = const - (part.abs() * self.box.reach.unsqueeze(1)).sum(-1, keepdim=True)
-        return worth, part, const, (a - c).abs() + c.abs()
+
+def _better(reach: Tensor, *tried: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the shift, slopes and constant of the largest bound on the box, row by row."""
+    worth = torch.stack([const + c - (part.abs() * reach).sum(-1, keepdim=True) for c, part, const in tried])
+    best = worth.nan_to_num(-torch.inf).argmax(0)
+    return tuple(
+        torch.where(best == 0, first, torch.where(best == 1, second, third))
+        for first, second, third in zip(*tried, strict=True)
+    )
 
 
 def _planes(s: Box) -> Planes:
