@@ -38,6 +38,9 @@ class Softmax:
         """Return the exact range of every weight: its own score at one end, all others at the other end."""
         return _range(*_differences(boxes[0]))
 
+    def needs(self, box: Box) -> Tensor:
+        return torch.ones_like(box.lower, dtype=torch.bool)
+
     def relaxed(self, *boxes: Box) -> "Planes":
         return _planes(boxes[0])
 
