@@ -16,6 +16,7 @@ EXTRAS = {
     "ray": "tune",
     "sklearn": "evaluate",
     "sqlalchemy": "registry",
+    "tokenizers": "evaluate",
     "webdataset": "evaluate",
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from certizoo import UserError
 from certizoo.documents import read_json
-from certizoo.shards import Reading
+from certizoo.reading import Reading
 
 log = logging.getLogger(__name__)
 MARK = "complete.json"

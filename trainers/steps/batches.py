@@ -1,6 +1,7 @@
 """The training batches of a run from a position on."""
 
-from certizoo.shards import Reading, train_loader
+from certizoo.reading import Reading
+from certizoo.shards import train_loader
 from certizoo.shards.read import TrainBatches
 from trainers.job.checkpoint import Position
 from trainers.steps.run import Run

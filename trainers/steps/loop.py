@@ -108,9 +108,7 @@ def resume(run: Run, average: Average | None) -> Position:
         )
     position = saved.position_for(run.world.size)
     if position.before != saved.position.before:
-        run.report.say(
-            f"{saved.world_size} ranks began this epoch; {run.world.size} read the rest of its images"
-        )
+        run.report.say(f"{saved.world_size} ranks began this epoch; {run.world.size} read the rest of its images")
     log.info("resuming at %s", position)
     return position
 
