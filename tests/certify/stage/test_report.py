@@ -215,8 +215,10 @@ def test_a_browser_shows_it_and_runs_nothing(summary: dict[str, Any], rows: pd.D
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)")
-@pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
-def test_it_fits_its_window(size: tuple[int, int], summary: dict[str, Any], rows: pd.DataFrame, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), [("desktop", (1440, 900)), ("phone", (390, 844))])
+def test_it_fits_its_window(
+    name: str, size: tuple[int, int], summary: dict[str, Any], rows: pd.DataFrame, tmp_path: Path
+) -> None:
     """No part reaches beyond the window, and no heading of a row is broken into letters."""
     (tmp_path / "page.html").write_text(rendered(summary, rows, None))
     width = "document.documentElement.scrollWidth"
@@ -230,7 +232,7 @@ def test_it_fits_its_window(size: tuple[int, int], summary: dict[str, Any], rows
             assert found[2] >= 24
             if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
                 image = Image.open(io.BytesIO(png)).convert("RGB")
-                image.quantize(64).save(Path(folder) / f"report_{size[0]}_{mode}.png", optimize=True)
+                image.quantize(64).save(Path(folder) / f"report_{name}_{mode}.png", optimize=True)
 
 
 def test_large_images_are_shrunk() -> None:
