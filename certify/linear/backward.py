@@ -11,6 +11,7 @@ are computed for the entries that a relaxation needs.
 Letters: B images, R functionals of each.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,8 @@ ENTRIES = 2**20  # of one tensor of functionals, so that it stays in the cache
 class Bounds:
     """The boxes and enclosures of a program on sets of images, as far as they are known.
 
-    The first box contains the images, (B, 1, C, H, W). With `eps_B`, they are the balls in L2 around its centre.
+    The first box contains the images, (B, 1, C, H, W). With `eps_B`, they are the balls in L2 around x. Entries of
+    boxes are bounded by `by`, if it is given, instead of `lower`.
     """
 
     program: Program
@@ -36,6 +38,7 @@ class Bounds:
     relaxed: list[Relaxed]
     x: Tensor
     eps_B: Tensor | None = None
+    by: "Method | None" = None
 
     @staticmethod
     def on_balls(program: Program, x: Tensor, eps_B: Tensor, ball: Ball) -> "Bounds":
@@ -45,9 +48,15 @@ class Bounds:
         return Bounds.on(program, Box(x - reach - off, x + reach + off), x, None if ball.norm == LINF else eps_B)
 
     @staticmethod
-    def on(program: Program, images: Box, x: Tensor | None = None, eps_B: Tensor | None = None) -> "Bounds":
+    def on(
+        program: Program,
+        images: Box,
+        x: Tensor | None = None,
+        eps_B: Tensor | None = None,
+        by: "Method | None" = None,
+    ) -> "Bounds":
         """Bound every result of the program on boxes of images, or on balls in L2 around x within them."""
-        found = Bounds(program, [images], [], images.centre if x is None else x, eps_B)
+        found = Bounds(program, [images], [], images.centre if x is None else x, eps_B, by)
         bounded: dict[int, Tensor] = {}
         for step in program.steps:
             for k in step.inputs:
@@ -84,7 +93,7 @@ class Bounds:
         ends = []
         for sign in (1, -1):
             end = torch.full((count, size), torch.nan, dtype=self.x.dtype, device=self.x.device)
-            end[:, entries_R] = sign * self.lower(number, sign * rows)
+            end[:, entries_R] = sign * (self.by or Bounds.lower)(self, number, sign * rows)
             ends.append(end.view(count, *shape))
         return Box(*ends)
 
@@ -145,6 +154,9 @@ class Bounds:
         off = gamma(self.x[0].numel() + 16) * (sum_1 * self.x.flatten(1).abs().amax(1, keepdim=True) + fall)
         least = inner(a, self.x) + const - (fall + rounding + off + 4 * U * const.abs()) * OUT
         return -nan_to_inf(-least)
+
+
+Method = Callable[[Bounds, int, Tensor], Tensor]  # bounds, number, rows (B, R, *shape) -> lower bounds (B, R)
 
 
 def lowest(bounds: Bounds, rows_BRJ: Tensor) -> Tensor:
