@@ -16,6 +16,8 @@ EXTRAS = {
     "ray": "tune",
     "sklearn": "evaluate",
     "sqlalchemy": "registry",
+    "tensorboard": "log",
+    "wandb": "log",
     "webdataset": "evaluate",
 }
 

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
+from certizoo.reading import Reading
 from certizoo.shards.augment import mix
 from certizoo.shards.batch import Batch, batches, eval_view, loaded, train_view
 from certizoo.shards.config import DataConfig
 from certizoo.shards.plan import (
     Places,
-    Reading,
     entries,
     epoch_line,
     own_batches,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.config.compose import CONFIGS, compose_config
-from certizoo.shards import Reading
+from certizoo.reading import Reading
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
