@@ -274,6 +274,11 @@ class Engine:
         norm = self._engine.get_global_grad_norm()  # -1 if it is not finite
         return bool(self._engine.was_step_applied()) and (norm is None or 0 <= float(norm) < math.inf)
 
+    def gradient_norm(self) -> dict[str, float]:
+        """Return {"grad_norm": L2 norm of the last step's whole gradient before it was clipped}; {} at ZeRO 0."""
+        norm = self._engine.get_global_grad_norm()
+        return {} if norm is None else {"grad_norm": float(norm)}
+
     def finite(self) -> bool:
         """Return True if all weights are finite. Collective; weights and answer are the same on every rank."""
         sums = torch.stack([weight.double().sum() for _, weight in self.whole_weights()])

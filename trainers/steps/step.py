@@ -50,7 +50,7 @@ class NonFinite(UserError):
 
 
 def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict[str, float]:
-    """Make one update; return the objective's terms, averaged over the images of all ranks."""
+    """Make one update; return the objective's terms, averaged over the images of all ranks, and the gradient's norm."""
     core, count = run.engine, run.engine.accumulation
     core.train()
     of_step = make_probe(run, step)
@@ -74,7 +74,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
     if not core.updated():  # ZeRO would silently continue, step after step
         refuse_non_finite(run, {"gradient": math.nan}, step, lr, sums)
     run.world.same_buffers(core.module)
-    return means
+    return means | core.gradient_norm()
 
 
 def make_probe(run: Run, step: int) -> Probe:
