@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -78,7 +79,7 @@ def compared(folder: str, options: argparse.Namespace) -> None:
         interpolation=options.interpolation,
     )
     found = shards.find(data, "train")
-    samples = [entry.load(data.num_classes) for entry in entries(segments(found.paths, found.counts, 0, found.samples))]
+    samples = [entry.load(data.num_classes) for entry in entries(segments(found, np.arange(found.samples)))]
     results = {
         f"workers_{workers}": measured(replace(data, workers=workers), found, samples, options)
         for workers in options.workers

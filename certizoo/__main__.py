@@ -25,10 +25,9 @@ COMMANDS = {
     "registry": ("certizoo.registry", "browse certified versions in MLflow"),
     "tune": ("tuning", "search with Ray Tune"),
     "doctor": ("trainers.doctor", "check what this machine can train"),
-    "reshape": ("trainers.reshape", "convert a run to another number of ranks"),
 }
 # command -> a library of the extra that it needs; the others name what they miss when they use it
-NEEDS = {"doctor": "deepspeed", "registry": "mlflow", "reshape": "deepspeed", "tune": "ray"}
+NEEDS = {"doctor": "deepspeed", "registry": "mlflow", "tune": "ray"}
 TRAIN = "train"
 SCRIPTS = ("adv_train", "std_train", "constrain")  # of trainers/; the first is the default
 LAUNCHER = "deepspeed.launcher.runner"  # the module of the command `deepspeed`

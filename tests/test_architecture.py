@@ -76,7 +76,6 @@ ROOMS: dict[str, set[str]] = {
     "trainers/adv_train.py": {"trainers/entry.py"},
     "trainers/std_train.py": {"trainers/entry.py"},
     "trainers/constrain.py": {"trainers/entry.py", "trainers/certvit"},
-    "trainers/reshape.py": {"trainers/job"},
     "zoo/arithmetic.py": set(),
     "zoo/spectral.py": {"zoo/arithmetic.py"},
     "zoo/penalty.py": {"zoo/spectral.py"},

@@ -11,7 +11,6 @@
     steps/       loop.py: a run from its start to its hand-over; step.py: one update, every technique in order
     certvit/     CertViT: train, constrain the layers one by one, train again
     doctor/      `python -m trainers.doctor`: what this machine can do, whether a run fits, what would be refused
-    reshape.py   convert a checkpoint to another number of ranks
 
 Modules import only modules listed above them, except the scripts (tests/test_architecture.py).
 """

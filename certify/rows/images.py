@@ -49,14 +49,17 @@ class ImageList:
 
     def batches(self, skip: int = 0) -> Iterator[Batch]:
         """Yield images skip..total. Batch boundaries do not depend on `skip`, except for the first batch."""
-        seen = 0
+        start = skip % self.batch_size
         for keys, images, labels in shards.eval_loader(
-            self.test, self.data, batch_size=self.batch_size, first=self.first, limit=self.total
+            self.test,
+            self.data,
+            batch_size=self.batch_size,
+            first=self.first + skip - start,
+            limit=self.total - skip + start,
         ):
-            start = max(0, skip - seen)
-            seen += len(keys)
             if start < len(keys):
                 yield keys[start:], images[start:], labels[start:]
+            start = 0
 
 
 def image_list(data: shards.DataConfig, count: int | None, batch_size: int, first: int = 0) -> ImageList:

@@ -62,6 +62,7 @@ class CertifyBatch:
             labels,
             method=self.settings.method,
             eps_grid=self.settings.grid,
+            search_radii=self.settings.search_radii,
             attack=self.settings.attack_in_norm,
             explain_at=self.settings.headline,
         )

@@ -104,6 +104,7 @@ def _asked(settings: Settings) -> Summary:
         "served_dtype": settings.served_dtype,
         "eps": list(settings.grid),
         "headline_eps": settings.headline,
+        "search_radii": settings.search_radii,
         "attack": asdict(settings.attack_in_norm),
     }
 

@@ -9,6 +9,7 @@ Reading: `find` (checks the shards once, before any work), `train_loader`, `eval
 import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)
 from certizoo import UserError
 from certizoo.shards.config import DataConfig, config_of, from_elsewhere, require_fit
+from certizoo.shards.plan import Reading
 from certizoo.shards.read import eval_loader, eval_samples, steps_per_epoch, train_loader
 from certizoo.shards.sets import ShardSet, find
 from certizoo.shards.tar import SampleError
@@ -16,6 +17,7 @@ from certizoo.shards.write import write
 
 __all__ = [
     "DataConfig",
+    "Reading",
     "SampleError",
     "ShardSet",
     "UserError",

@@ -106,7 +106,7 @@ def index(args: argparse.Namespace) -> None:
     infos, keys = [], manifest.Keys()
     for path in track(paths, "index", console=console, transient=True):
         info = manifest.scan(path, decoded=args.decode, keys=keys)
-        infos.append(replace(info, sha256=manifest.sha256_of(path)))
+        infos.append(replace(info, sha256=manifest.sha256_of(path), blocks=manifest.blocks_of(path)))
     manifest.save(path_of_manifest, infos)
     console.print(f"listed {len(infos)} shards, {sum(i.samples for i in infos)} samples in {path_of_manifest}")
 

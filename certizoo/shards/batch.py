@@ -4,6 +4,7 @@ B: images of a batch, C: channels, H, W: height, width; T: tokens, of which text
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from certizoo.shards.ring import Page
 from certizoo.shards.tar import MEND_SAMPLE, Entry, Sample, SampleError
 
 View = Callable[[Sample], Pixels]
+Spare = Callable[[], Iterable[Sample | SampleError]]
 
 
 class Batch(NamedTuple):
@@ -84,34 +86,47 @@ def _put(seen: Pixels, out: Pixels) -> None:
 
 
 def batches(
-    items: Iterable[Sample | SampleError], view: View, pages: Iterator[Page], *, patience: int
+    items: Iterable[Sample | SampleError], view: View, pages: Iterator[Page], spare: Spare | None
 ) -> Iterator[Batch]:
-    """Iterate over batches of good samples, each filling a page, the last one perhaps smaller.
+    """Iterate over batches, each filling a page, the last one perhaps smaller.
 
-    Faults are attached to the batch in which they occurred. With patience 0 the first one is raised; otherwise the last
-    of more than `patience` consecutive ones.
+    Without `spare` the first fault is raised. Otherwise good samples of a batch replace its faulty ones, or if it has
+    none, the first good one of `spare` does: the n-th batch does not depend on the faults before it.
     """
     batch: Batch | None = None
-    faults: list[str] = []
-    in_a_row = 0
     for item in items:
+        batch = batch or Batch([], [], [], next(pages))
         try:
-            if isinstance(item, SampleError):
-                raise item
-            seen = view(item)
+            _add(batch, item, view)
         except SampleError as error:
-            faults.append(str(error))
-            in_a_row += 1
-            if in_a_row > patience:
+            if spare is None:
                 raise
-            continue
-        in_a_row = 0
-        batch = batch or Batch([], [], faults, next(pages))
-        _put(seen, batch.page.images_BCHW[len(batch.keys)].numpy())
-        batch.keys.append(item.key)
-        batch.labels.append(item.label)
-        if len(batch.keys) == len(batch.page.images_BCHW):
-            yield batch
-            batch, faults = None, []
+            batch.faults.append(str(error))
+        if len(batch.keys) + len(batch.faults) == len(batch.page.images_BCHW):
+            yield _completed(batch, view, spare)
+            batch = None
     if batch:
         yield batch
+
+
+def _add(batch: Batch, item: Sample | SampleError, view: View) -> None:
+    if isinstance(item, SampleError):
+        raise item
+    _put(view(item), batch.page.images_BCHW[len(batch.keys)].numpy())
+    batch.keys.append(item.key)
+    batch.labels.append(item.label)
+
+
+def _completed(batch: Batch, view: View, spare: Spare | None) -> Batch:
+    for item in spare() if spare and not batch.keys else ():
+        with suppress(SampleError):
+            _add(batch, item, view)
+            break
+    if not batch.keys:
+        raise SampleError(batch.faults[-1])
+    images_BCHW, good = batch.page.images_BCHW, len(batch.keys)
+    for place in range(good, len(images_BCHW)):
+        images_BCHW[place] = images_BCHW[place - good]
+        batch.keys.append(batch.keys[place - good])
+        batch.labels.append(batch.labels[place - good])
+    return batch

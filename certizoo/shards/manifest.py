@@ -1,11 +1,14 @@
 """The manifest of a folder of shards: the expected content of each file.
 
-`{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram"}, ...]}`, where `classes` is the number
-of labels that occur. The writer adds `class_names`. `{name}.json` has priority over `manifest.json`. Every file has a
-line of its own, and a reader of one split makes sense of its files only: of ImageNet they are 1,331 histograms.
+`{"files": [{"file", "samples", "bytes", "sha256", "classes", "label_histogram", "blocks"}, ...]}`, where `classes` is
+the number of labels that occur, and `blocks` has [first byte, sha256] of every BLOCK samples (absent: unknown), so that
+a part of a shard can be read and checked. The writer adds `class_names`. `{name}.json` has priority over
+`manifest.json`. Every file has a line of its own, and a reader of one split makes sense of its files only: of ImageNet
+they are 1,331 histograms.
 """
 
 import fnmatch
+import hashlib
 import json
 import logging
 import os
@@ -14,15 +17,17 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from certizoo import UserError
 from certizoo.files import sha256, write_whole
-from certizoo.shards.tar import SampleError, Shard, as_it_is, unpacked, walk
+from certizoo.shards.tar import GZIP, OpenShard, SampleError, Shard, as_it_is, opened, unpacked, walk
 
 log = logging.getLogger(__name__)
 GENERAL = "manifest.json"
+BLOCK = 64  # samples
 
 
 def fix(path: Path) -> str:
@@ -32,15 +37,24 @@ def fix(path: Path) -> str:
     return f"write the shards again, or run `{index}` if they are right"
 
 
+class Block(NamedTuple):
+    """BLOCK samples of a shard, or those at its end, and the bytes that hold them."""
+
+    begin: int
+    end: int
+    sha256: str
+
+
 @dataclass(frozen=True)
 class ShardInfo:
-    """Properties of one shard; `sha256` or `histogram` is None if it was not computed."""
+    """Properties of one shard; `sha256` or `histogram` is None, and `blocks` empty, if it was not computed."""
 
     file: str
     samples: int
     bytes: int
     sha256: str | None
     histogram: dict[int, int] | None
+    blocks: tuple[Block, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         counts = self.histogram or {}
@@ -51,7 +65,16 @@ class ShardInfo:
             "sha256": self.sha256,
             "classes": len(counts),
             "label_histogram": {str(label): counts[label] for label in sorted(counts)},
+            **({"blocks": [[block.begin, block.sha256] for block in self.blocks]} if self.blocks else {}),
         }
+
+    @property
+    def plausible(self) -> bool:
+        """Return False if no shard has these numbers."""
+        listed = not self.blocks or len(self.blocks) == -(-self.samples // BLOCK)
+        rising = all(0 <= block.begin < block.end for block in self.blocks)
+        labelled = not self.histogram or sum(self.histogram.values()) == self.samples
+        return min(self.samples, self.bytes) >= 1 and labelled and listed and rising
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,10 @@ def _info(entry: dict[str, Any]) -> ShardInfo:
     histogram = entry.get("label_histogram")
     counts = {int(label): int(count) for label, count in histogram.items()} if histogram else None
     sha256 = str(entry["sha256"]) if entry.get("sha256") else None
-    return ShardInfo(str(entry["file"]), int(entry["samples"]), int(entry["bytes"]), sha256, counts)
+    size, listed = int(entry["bytes"]), [(int(begin), str(digest)) for begin, digest in entry.get("blocks") or ()]
+    ends = [*(begin for begin, _ in listed[1:]), size]
+    blocks = tuple(Block(begin, end, digest) for (begin, digest), end in zip(listed, ends, strict=False))
+    return ShardInfo(str(entry["file"]), int(entry["samples"]), size, sha256, counts, blocks)
 
 
 def save(path: Path, infos: Iterable[ShardInfo], class_names: list[str] | None = None) -> None:
@@ -139,7 +165,7 @@ def expected(name: str, where: str, manifest: Manifest) -> ShardInfo:
     info = manifest.files.get(name)
     if info is None:
         raise UserError(f"{where} is not in {manifest.where}; {manifest.fix}")
-    if min(info.samples, info.bytes) < 1 or (info.histogram and sum(info.histogram.values()) != info.samples):
+    if not info.plausible:
         raise UserError(f"{manifest.where}: the numbers of samples of {name} are inconsistent; {manifest.fix}")
     return info
 
@@ -187,22 +213,21 @@ def scan(
     """
     histogram: Counter[int] = Counter()
     samples = 0
-    with as_it_is(path) as packed:
-        size = os.fstat(packed.fileno()).st_size
-        with unpacked(path, packed) as file:
-            for entry in walk(path, file):
-                samples += 1
-                if keys is not None:
-                    keys.add(path.name, entry.key)
-                try:
-                    label, _ = entry.label(num_classes), entry.extension
-                    if decoded:
-                        entry.load(num_classes).decode()
-                    histogram[label] += 1
-                except SampleError as error:
-                    if not lenient:
-                        raise
-                    log.warning("will be skipped: %s", error)
+    packed = as_it_is(path)
+    size = os.fstat(packed.fileno()).st_size
+    for entry in walk(path, OpenShard(unpacked(path, packed))):
+        samples += 1
+        if keys is not None:
+            keys.add(path.name, entry.key)
+        try:
+            label, _ = entry.label(num_classes), entry.extension
+            if decoded:
+                entry.load(num_classes).decode()
+            histogram[label] += 1
+        except SampleError as error:
+            if not lenient:
+                raise
+            log.warning("will be skipped: %s", error)
     if not samples:
         raise UserError(f"{path} holds no samples; remove it or write it again")
     return ShardInfo(path.name, samples, size, None, dict(histogram))
@@ -213,3 +238,32 @@ def sha256_of(path: Path) -> str:
         return sha256(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); copy or write the shard again") from None
+
+
+def blocks_of(path: Path) -> tuple[Block, ...]:
+    """Return the blocks of a shard; none of a compressed one, or with pax headers, which may concern all members."""
+    if _begins_with(path, GZIP):
+        return ()
+    shard, bounds = opened(path), []
+    for number, entry in enumerate(walk(path, shard)):
+        if any(member.pax_headers for member in entry.parts.values()):
+            return ()
+        if number % BLOCK == 0:
+            bounds.append(entry.begin)
+    pairs = pairwise([*bounds, path.stat().st_size])
+    return tuple(Block(begin, end, sha256_between(shard.file, begin, end)) for begin, end in pairs)
+
+
+def sha256_between(file: BinaryIO, begin: int, end: int) -> str:
+    """Return the sha256 of bytes begin..end."""
+    digest = hashlib.sha256()
+    file.seek(begin)
+    while begin < end and (data := file.read(min(end - begin, 2**20))):
+        digest.update(data)
+        begin += len(data)
+    return digest.hexdigest()
+
+
+def _begins_with(path: Path, mark: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import UnsupportedOperation
 from typing import IO
 
 from certizoo import UserError
@@ -59,8 +60,13 @@ class Pipe:
     def sizes(self, names: Sequence[str]) -> None:
         """Return None: a command cannot list sizes, so each shard is checked on arrival."""
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Iterate over the command's output. Raises `CommandError`, or TimeoutError if it stays silent."""
+    def chunks(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Iterate over the command's output, all of it.
+
+        Raises `CommandError`, TimeoutError if it stays silent, UnsupportedOperation if a part is asked for.
+        """
+        if end is not None:
+            raise UnsupportedOperation("a command sends whole files only")
         words = [word.replace(SLOT, name) for word in self._words()]
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(

@@ -1,33 +1,70 @@
-"""The division of an epoch: one line of samples, the shards concatenated in order.
+"""The division of an epoch: a line of samples, the shards concatenated in an order of the epoch.
 
-Ranks, and workers within a rank, each take a contiguous part of that line, equal to within one sample, and open only
+Ranks, and workers within a rank, each take a contiguous part of the line, equal to within one sample, and open only
 the shards it touches. (webdataset's splitters assign whole shards, so that ranks are uneven and some workers are empty
-if there are few shards.)
+if there are few shards.) A part is read in the order
+
+    i -> i + REACH u_i, sorted,    u_i uniform in [0, 1),    i the place in the part:
+
+no sample moves by more than REACH places, so shards are read one after another, and the n-th sample is known without
+reading the ones before it. If other ranks read the beginning of an epoch, what they left is the line of the rest.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from certizoo import UserError
+from certizoo.shards.augment import mix
+from certizoo.shards.manifest import BLOCK
 from certizoo.shards.sets import ShardSet
-from certizoo.shards.tar import Entry, Shard, opened, walk
+from certizoo.shards.tar import Entry, OpenShard, Shard, opened, walk
+
+REACH = 1000  # samples
+Places = NDArray[np.int64]
+
+
+class Reading(NamedTuple):
+    """A number of batches that each of `ranks` has read, or will read, with `workers` loader processes each."""
+
+    ranks: int
+    workers: int
+    batch_size: int
+    batches: int
+
+    @property
+    def drawn(self) -> int:
+        """Return the number of samples of all ranks."""
+        return self.ranks * self.batch_size * self.batches
 
 
 class Segment(NamedTuple):
-    """Samples start..stop of a shard that holds `total`."""
+    """The samples `wanted`, in rising order, of a shard that holds `total`. Every BLOCK-th begins at byte `begins`."""
 
     path: Shard
-    start: int
-    stop: int
+    wanted: Sequence[int]
     total: int
+    begins: Sequence[int]
 
 
 def steps_per_epoch(shard_set: ShardSet, batch_size: int, world_size: int = 1) -> int:
     """Return ceil(N / (world_size batch_size)), the number of batches on every rank."""
     return math.ceil(shard_set.samples / (world_size * batch_size))
+
+
+# the line ------------------------------------------------------------------------------------------------------------
+
+
+def epoch_line(counts: Sequence[int], seed: int) -> Places:
+    """Return all samples, numbered in file order, by shards in the order of the seed."""
+    ends = np.cumsum(counts)
+    order = np.random.default_rng(seed).permutation(len(counts))
+    return np.concatenate([np.arange(ends[shard] - counts[shard], ends[shard]) for shard in order])
 
 
 def share(start: int, stop: int, first: int, last: int, parts: int) -> tuple[int, int]:
@@ -37,49 +74,113 @@ def share(start: int, stop: int, first: int, last: int, parts: int) -> tuple[int
     return (low, high) if high > low else (start, stop)
 
 
-def segments(paths: Iterable[Shard], counts: Iterable[int], start: int, stop: int) -> list[Segment]:
-    """Return the segments that contain samples start..stop of the line of shards."""
-    found, offset = [], 0
-    for path, count in zip(paths, counts, strict=True):
-        low, high = max(start - offset, 0), min(stop - offset, count)
-        if low < high:
-            found.append(Segment(path, low, high, count))
-        offset += count
+def part(line: Places, whole: Reading, rank: int, worker: int) -> Places:
+    """Return this worker's part of its rank's part of the line, in proportion to its batches of `whole`."""
+    start, stop = share(0, len(line), rank, rank + 1, whole.ranks)
+    first = sum(own_batches(whole, before) for before in range(worker))
+    start, stop = share(start, stop, first, first + own_batches(whole, worker), whole.batches)
+    return line[start:stop]
+
+
+def own_batches(reading: Reading, worker: int) -> int:
+    """Return how many of a rank's batches this worker reads: every `workers`-th."""
+    return len(range(worker, reading.batches, reading.workers))
+
+
+def turns(size: int, first: int, last: int, seed: int) -> Iterator[Places]:
+    """Iterate over the places, in a part of this size, of the samples first..last that are drawn from it.
+
+    A part is drawn again, in another order, until its worker has enough.
+    """
+    for turn in range(first // size, math.ceil(last / size)):
+        keys = np.arange(size) + REACH * np.random.default_rng(mix(seed, turn)).random(size)
+        yield np.argsort(keys)[max(first - turn * size, 0) : last - turn * size]
+
+
+def rest(line: Places, whole: Reading, done: Reading, seed: int) -> Places:
+    """Return the line without the samples that `done`, the beginning of `whole`, has drawn; all of it if none is left.
+
+    It is never longer than what is still to be drawn, so that every sample of the epoch is used.
+    """
+    left = np.ones(line.max() + 1, dtype=bool)
+    for rank in range(whole.ranks):
+        for worker in range(whole.workers):
+            own = own_batches(done, worker) * whole.batch_size
+            mine = part(line, whole, rank, worker) if own else line[:0]
+            for places in turns(len(mine), 0, own, worker_seed(seed, rank, worker)) if own else ():
+                left[mine[places]] = False
+    remaining = line[left[line]]
+    return remaining if len(remaining) else line
+
+
+def worker_seed(seed: int, rank: int, worker: int) -> int:
+    """Return the seed of the order of a worker's part."""
+    return mix(seed, rank, worker)
+
+
+# shards --------------------------------------------------------------------------------------------------------------
+
+
+def segments(shard_set: ShardSet, places: Places) -> list[Segment]:
+    """Return the segments that contain the places, which are in the order of a line."""
+    ends = np.cumsum(shard_set.counts)
+    numbers = np.searchsorted(ends, places, side="right")
+    found = []
+    for own in np.split(places, np.flatnonzero(np.diff(numbers)) + 1) if len(places) else ():
+        shard = int(np.searchsorted(ends, own[0], side="right"))
+        total, begins = shard_set.counts[shard], shard_set.begins[shard] if shard_set.begins else ()
+        found.append(Segment(shard_set.paths[shard], (own - (ends[shard] - total)).tolist(), total, begins))
     return found
 
 
 def entries(source: Iterable[Segment]) -> Iterator[Entry]:
     """Iterate over the samples of segments, unread. Raises `UserError` if a shard's number of samples has changed."""
     for segment, file in _opened_ahead(list(source)):
-        seen = 0
-        with file:
-            for seen, entry in enumerate(walk(segment.path, file), start=1):
-                if segment.start < seen <= segment.stop:
-                    yield entry
-                if seen == segment.stop < segment.total:
-                    break
-        if seen < segment.stop or (segment.stop == segment.total < seen):
+        block = segment.wanted[0] // BLOCK if segment.begins else 0
+        seen, last = block * BLOCK, segment.wanted[-1]
+        wanted = iter(segment.wanted)
+        sought = next(wanted)
+        for entry in walk(segment.path, file, segment.begins[block] if segment.begins else 0):
+            if seen == sought:
+                yield entry
+                sought = next(wanted, -1)
+            seen += 1
+            if seen > last and seen < segment.total:
+                break
+        if seen <= last or seen > segment.total:
             raise UserError(
                 f"{segment.path} holds {seen} samples instead of {segment.total}; "
                 "write the shards again, or run `certizoo shards index` on their folder"
             )
 
 
-def _opened_ahead(source: Sequence[Segment]) -> Iterator[tuple[Segment, BinaryIO]]:
+def rearranged(order: Sequence[int], numbered: Iterator[tuple[int, Entry]]) -> Iterator[Entry]:
+    """Iterate over numbered entries in this order; entries that come before their turn wait, unread."""
+    waiting: dict[int, Entry] = {}
+    for place in order:
+        while place not in waiting:
+            number, entry = next(numbered)
+            waiting[number] = entry
+        yield waiting.pop(place)
+    for _ in numbered:  # the end of the last shard is checked too
+        pass
+
+
+def _opened_ahead(source: Sequence[Segment]) -> Iterator[tuple[Segment, OpenShard]]:
     """Iterate over segments with their files. The next shard is opened, perhaps fetched, while this one is read."""
-    coming: Future[BinaryIO] | None = None
+    coming: Future[OpenShard] | None = None
     with ThreadPoolExecutor(1) as pool:
         try:
             for segment, after in pairwise([*source, None]):
                 assert segment is not None
-                file = coming.result() if coming else opened(segment.path)
-                coming = pool.submit(opened, after.path) if after else None
+                file = coming.result() if coming else _opened(segment)
+                coming = pool.submit(_opened, after) if after else None
                 yield segment, file
+                del file
         finally:
-            if coming is not None and not coming.cancel():
-                coming.add_done_callback(_close)
+            if coming is not None:
+                coming.cancel()
 
 
-def _close(coming: Future[BinaryIO]) -> None:
-    if coming.exception() is None:
-        coming.result().close()
+def _opened(segment: Segment) -> OpenShard:
+    return opened(segment.path, segment.wanted[0], segment.wanted[-1])

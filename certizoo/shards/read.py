@@ -1,7 +1,7 @@
 """The loaders: shards to batches by epoch, rank and worker, exact to the sample.
 
-In training a worker's part of the epoch (see plan.py) is shuffled, and repeated until its steps are complete: every
-rank makes the same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
+In training a worker's part of the epoch (see plan.py) is repeated until its steps are complete: every rank makes the
+same number of steps, and every sample of the epoch is used. Evaluation reads each sample once.
 """
 
 import atexit
@@ -10,15 +10,15 @@ import logging
 import math
 import multiprocessing
 import os
-import random
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -28,13 +28,25 @@ from certizoo.memory import keep_freed_memory
 from certizoo.shards.augment import mix
 from certizoo.shards.batch import Batch, batches, eval_view, loaded, train_view
 from certizoo.shards.config import DataConfig
-from certizoo.shards.plan import entries, segments, share, steps_per_epoch
+from certizoo.shards.plan import (
+    Places,
+    Reading,
+    entries,
+    epoch_line,
+    own_batches,
+    part,
+    rearranged,
+    rest,
+    segments,
+    steps_per_epoch,
+    turns,
+    worker_seed,
+)
 from certizoo.shards.ring import PREFETCH, Page, Ring, Slot, fresh_pages
 from certizoo.shards.sets import ShardSet
-from certizoo.shards.tar import Entry, Sample, SampleError
+from certizoo.shards.tar import Sample, SampleError
 
 log = logging.getLogger(__name__)
-SHUFFLE_BUFFER = 1000  # encoded samples that a worker holds
 
 
 @dataclass(eq=False)
@@ -78,58 +90,59 @@ class Stream(IterableDataset, ABC):
 
 @dataclass(eq=False)
 class TrainStream(Stream):
-    """The first `per_epoch` batches of consecutive epochs.
+    """The `per_epoch` batches of consecutive epochs.
 
     The n-th remaining batch belongs to loader n mod K, since torch's loader asks its K loaders in turn. In each epoch
-    they are workers 0 .. K - 1, starting with the one whose turn it is.
+    they are workers 0 .. K - 1, starting with the one whose turn it is. `before` says who read the beginning of the
+    first epoch; `skip` batches after it are left out.
     """
 
     epochs: range
     per_epoch: int
     seed: int
     skip: int
+    before: Sequence[Reading]
 
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
         asked = -self.skip
         for epoch in self.epochs:
             yield from self.read_epoch(epoch, (worker - asked) % workers, workers, max(-asked, 0), pages)
-            asked += self.per_epoch
+            asked += self.batches_of(epoch)
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of batches of this rank that are left of the epoch after `before`."""
+        each = self.world_size * self.batch_size
+        drawn = sum(reading.drawn for reading in self.before) if epoch == self.epochs.start else 0
+        return max(self.per_epoch - math.ceil(drawn / each), 0)
 
     def read_epoch(self, epoch: int, worker: int, workers: int, skip: int, pages: Iterator[Page]) -> Iterator[Batch]:
         """Iterate over batches w, w + K, ... of the epoch for worker w of K, without the first `skip` of all."""
-        own, skipped = len(range(worker, self.per_epoch, workers)), len(range(worker, skip, workers))
+        whole = Reading(self.world_size, workers, self.batch_size, self.batches_of(epoch))
+        own, skipped = own_batches(whole, worker), len(range(worker, skip, workers))
         if own <= skipped:
             return
-        start, stop = self.part(worker, workers)
-        items = iter(self.samples(epoch, start, stop, worker))
-        patience = 0
-        if self.config.on_corrupt == "skip":  # the index of a good sample is known only after decoding
-            patience = 2 * (stop - start)
-        else:
-            items = islice(items, skipped * self.batch_size, None)
-            own, skipped = own - skipped, 0
-        view = train_view(self.config, self.seed, epoch)
-        yield from islice(batches(items, view, pages, patience=patience), skipped, own)
+        mine = part(self.line(epoch), whole, self.rank, worker)
+        seed = worker_seed(mix(self.seed, epoch), self.rank, worker)
+        drawn = turns(len(mine), skipped * self.batch_size, own * self.batch_size, seed)
+        items = chain.from_iterable(self.samples(mine, places) for places in drawn)
+        spare = partial(self.samples, mine, np.arange(len(mine))) if self.config.on_corrupt == "skip" else None
+        yield from batches(items, train_view(self.config, self.seed, epoch), pages, spare)
 
-    def part(self, worker: int, workers: int) -> tuple[int, int]:
-        """Return this worker's part of its rank's part of the line, in proportion to its batches."""
-        steps = steps_per_epoch(self.shard_set, self.batch_size, self.world_size)
-        start, stop = share(0, self.shard_set.samples, self.rank, self.rank + 1, self.world_size)
-        first = sum(len(range(before, steps, workers)) for before in range(worker))
-        return share(start, stop, first, first + len(range(worker, steps, workers)), steps)
+    def line(self, epoch: int) -> Places:
+        """Return the line of the epoch, or its rest after `before`."""
+        seed = mix(self.seed, epoch)
+        line = epoch_line(self.shard_set.counts, seed)
+        left = self.per_epoch * self.world_size * self.batch_size
+        for done in self.before if epoch == self.epochs.start else ():
+            whole = done._replace(batches=left // (done.ranks * done.batch_size))
+            line, left = rest(line, whole, done, seed), left - done.drawn
+        return line
 
-    def samples(self, epoch: int, start: int, stop: int, worker: int) -> Iterable[Sample | SampleError]:
-        """Iterate over the part, shuffled, again and again (each time in another order)."""
-        import webdataset as wds  # of an extra
-
-        line = list(zip(self.shard_set.paths, self.shard_set.counts, strict=True))
-        random.Random(mix(self.seed, epoch)).shuffle(line)
-        paths, counts = zip(*line, strict=True)
-        return wds.DataPipeline(
-            partial(entries, segments(paths, counts, start, stop)),
-            partial(loaded, num_classes=self.config.num_classes),
-            wds.detshuffle(SHUFFLE_BUFFER, SHUFFLE_BUFFER, mix(self.seed, epoch, self.rank, worker), -1),
-        ).repeat()
+    def samples(self, mine: Places, places: Places) -> Iterator[Sample | SampleError]:
+        """Iterate over samples of a part in the order of these places in it; shards are read one after another."""
+        rising = np.sort(places)
+        numbered = zip(rising.tolist(), entries(segments(self.shard_set, mine[rising])), strict=True)
+        return loaded(rearranged(places.tolist(), numbered), self.config.num_classes)
 
 
 @dataclass(eq=False)
@@ -144,15 +157,10 @@ class EvalStream(Stream):
         return min(self.config.workers, cores())
 
     def read(self, worker: int, workers: int, pages: Iterator[Page]) -> Iterator[Batch]:
-        import webdataset as wds  # of an extra
-
         start, stop = (self.first + self.limit * place // self.world_size for place in (self.rank, self.rank + 1))
-        items = wds.DataPipeline(
-            partial(entries, segments(self.shard_set.paths, self.shard_set.counts, start, stop)),
-            partial(_turns, size=self.batch_size, turn=worker, turns=workers),
-            partial(loaded, num_classes=self.config.num_classes),
-        )
-        yield from batches(items, eval_view(self.config), pages, patience=0)
+        line = entries(segments(self.shard_set, np.arange(start, stop)))
+        own = (entry for place, entry in enumerate(line) if place // self.batch_size % workers == worker)
+        yield from batches(loaded(own, self.config.num_classes), eval_view(self.config), pages, spare=None)
 
 
 class Sent(NamedTuple):
@@ -180,10 +188,6 @@ class Processes(IterableDataset):
                 yield Sent(item.keys, item.labels, item.faults, item.page.slot)
             else:
                 yield item
-
-
-def _turns(source: Iterable[Entry], size: int, turn: int, turns: int) -> Iterator[Entry]:
-    return (entry for place, entry in enumerate(source) if place // size % turns == turn)
 
 
 @dataclass(frozen=True)
@@ -278,6 +282,7 @@ def train_loader(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
+    before: Sequence[Reading] = (),
     skip_batches: int = 0,
     epochs: int = 1,
     per_epoch: int | None = None,
@@ -285,19 +290,21 @@ def train_loader(
 ) -> TrainBatches:
     """Return the `steps_per_epoch` batches of an epoch on every rank, without the first `skip_batches`.
 
-    The batches are a function of (seed, epoch, rank, world_size, config.workers). A run that skips k continues exactly
-    like one that stopped after k, and several epochs together equal the same epochs one by one. The global random
-    generators are left unchanged. Images travel to the device as bytes.
+    The batches are a function of (seed, epoch, before, rank, world_size, config.workers). A run that skips k continues
+    exactly like one that stopped after k, and several epochs together equal the same epochs one by one. Nothing of what
+    is skipped is read. The global random generators are left unchanged. Images travel to the device as bytes.
 
     Args:
+        before: what other numbers of ranks, one after another, have read of the first epoch; these ranks share the
+            rest.
         epochs: continue with the following epochs in the same loader processes, without a pause.
-        per_epoch: at most so many batches of each epoch.
+        per_epoch: the number of batches that make an epoch, if it is not `steps_per_epoch`.
     """
-    each = steps_per_epoch(shard_set, batch_size, world_size)
-    each = each if per_epoch is None else min(each, per_epoch)
+    each = steps_per_epoch(shard_set, batch_size, world_size) if per_epoch is None else per_epoch
     ahead = range(epoch, epoch + epochs)
-    stream = TrainStream(shard_set, config, batch_size, rank, world_size, ahead, each, seed, skip_batches)
-    return TrainBatches(stream, max(each * epochs - skip_batches, 0), torch.device(device))
+    stream = TrainStream(shard_set, config, batch_size, rank, world_size, ahead, each, seed, skip_batches, before)
+    steps = sum(map(stream.batches_of, ahead)) - skip_batches
+    return TrainBatches(stream, max(steps, 0), torch.device(device))
 
 
 def eval_loader(
@@ -324,8 +331,8 @@ def eval_samples(
 ) -> Iterator[Sample]:
     """Iterate over the samples of `eval_loader` in its order, still encoded, to identify the images."""
     stop = shard_set.samples if limit is None else min(first + limit, shard_set.samples)
-    line = segments(shard_set.paths, shard_set.counts, first, stop)
-    for sample in loaded(entries(line), config.num_classes):
+    line = entries(segments(shard_set, np.arange(first, stop)))
+    for sample in loaded(line, config.num_classes):
         if isinstance(sample, SampleError):
             raise sample
         yield sample

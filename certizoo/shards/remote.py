@@ -1,7 +1,8 @@
-"""Remote shards: fetched whole, checked against the manifest, then read as files.
+"""Remote shards: fetched, checked against the manifest, then read as files.
 
-The manifest must lie beside them. It states which shards exist and what each must contain, without a listing (web
-servers and commands have none) and without reading the whole set first.
+Without a cache only the needed blocks of a shard are fetched, if the manifest lists blocks and the source sends parts
+of files. The manifest must lie beside the shards. It states which exist and what each must contain, without a listing
+(web servers and commands have none) and without reading the whole set first.
 """
 
 import hashlib
@@ -10,7 +11,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TypeVar
 
@@ -18,7 +21,7 @@ from certizoo import UserError
 from certizoo.shards import manifest
 from certizoo.shards.cache import Cache
 from certizoo.shards.config import PIPE, PLAIN, DataConfig, is_remote
-from certizoo.shards.manifest import Manifest, ShardInfo
+from certizoo.shards.manifest import BLOCK, Block, Manifest, ShardInfo, sha256_between
 from certizoo.shards.pipe import CommandError, Pipe
 from certizoo.shards.store import Store
 
@@ -39,8 +42,12 @@ class Source(Protocol):
     def where(self, name: str) -> str:
         """Return the file's name for messages."""
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Iterate over the file's bytes; FileNotFoundError or PermissionError if asking again is useless."""
+    def chunks(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Iterate over the file's bytes from `begin` to `end`.
+
+        Raises FileNotFoundError or PermissionError if asking again is useless, UnsupportedOperation if the source sends
+        whole files only.
+        """
 
     def sizes(self, names: Sequence[str]) -> dict[str, int | None] | None:
         """Return the sizes (None: unknown) of those files that exist; None if the source cannot be asked."""
@@ -75,20 +82,35 @@ class RemoteShard:
     def name(self) -> str:
         return self.info.file
 
-    def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """Open the complete shard as a file, from the cache or a temporary one that is deleted on close."""
+    def open(self, mode: Literal["rb"], first: int = 0, last: int | None = None) -> BinaryIO:
+        """Open the complete shard as a file, from the cache or a temporary one that is deleted on close.
+
+        Without a cache the file may hold samples first..last alone, at their places.
+        """
         if self.cache is not None:
             holds = self._holds if self.each_time and self.info.sha256 else None
             return self.cache.open(f"{self.name}.{self._content}", self.info.bytes, self._fill, holds)
+        blocks = self.info.blocks[first // BLOCK : None if last is None else last // BLOCK + 1]
+        if len(blocks) < len(self.info.blocks):
+            with suppress(UnsupportedOperation):
+                return self._temporary(blocks)
+        return self._temporary(())
+
+    def _temporary(self, blocks: Sequence[Block]) -> BinaryIO:
+        """Return a temporary file with these blocks, at their places; the whole shard if there are none."""
+        begin, end = (blocks[0].begin, blocks[-1].end) if blocks else (0, self.info.bytes)
         file = tempfile.TemporaryFile()  # noqa: SIM115  (the caller's)
         try:
-            os.posix_fallocate(file.fileno(), 0, self.info.bytes)
+            os.posix_fallocate(file.fileno(), begin, end - begin)
         except OSError as error:
             raise UserError(
-                f"no space for {self.info.bytes / 1e6:.0f} MB in {tempfile.gettempdir()} ({error.strerror}); "
+                f"no space for {(end - begin) / 1e6:.0f} MB in {tempfile.gettempdir()} ({error.strerror}); "
                 "set TMPDIR to a larger disk, or data.cache"
             ) from None
-        self._fill(file)
+        if blocks:
+            tried(lambda: self._download_part(file, blocks), str(self))
+        else:
+            self._fill(file)
         file.seek(0)
         return file
 
@@ -106,17 +128,30 @@ class RemoteShard:
 
     def _download(self, file: BinaryIO) -> None:
         file.seek(0)
+        digest = self._received(file, self.source.chunks(self.name), self.info.bytes)
+        if self.hashed and self.info.sha256 and digest != self.info.sha256:
+            raise OSError("its sha256 is not the one in the manifest")
+
+    def _download_part(self, file: BinaryIO, blocks: Sequence[Block]) -> None:
+        begin, end = blocks[0].begin, blocks[-1].end
+        file.seek(begin)
+        self._received(file, self.source.chunks(self.name, begin, end), end - begin)
+        for block in blocks if self.hashed else ():
+            if sha256_between(file, block.begin, block.end) != block.sha256:
+                raise OSError(f"the sha256 of bytes {block.begin} to {block.end} is not the one in the manifest")
+
+    def _received(self, file: BinaryIO, chunks: Iterator[bytes], size: int) -> str:
+        """Write the chunks, `size` bytes together, and return their sha256."""
         seen, digest = 0, hashlib.sha256()
-        for chunk in self.source.chunks(self.name):
+        for chunk in chunks:
             seen += len(chunk)
-            if seen > self.info.bytes:
-                raise UserError(f"{self} holds more than the {self.info.bytes} bytes of the manifest; {MEND}")
+            if seen > size:
+                raise UserError(f"{self} holds more than the {size} bytes of the manifest; {MEND}")
             digest.update(chunk)
             self._write(file, chunk)
-        if seen < self.info.bytes:
-            raise OSError(f"ended after {seen} of {self.info.bytes} bytes")
-        if self.hashed and self.info.sha256 and digest.hexdigest() != self.info.sha256:
-            raise OSError("its sha256 is not the one in the manifest")
+        if seen < size:
+            raise OSError(f"ended after {seen} of {size} bytes")
+        return digest.hexdigest()
 
     def _write(self, file: BinaryIO, chunk: bytes) -> None:
         try:
@@ -133,7 +168,7 @@ def tried(act: Callable[[], T], where: str) -> T:
     for pause in (*PAUSES, None):
         try:
             return act()
-        except UserError:
+        except (UserError, UnsupportedOperation):
             raise
         except Exception as error:  # every library has its own exceptions
             reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}".strip()

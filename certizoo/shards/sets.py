@@ -6,7 +6,7 @@ import json
 import logging
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from certizoo import UserError
@@ -31,7 +31,7 @@ class ShardSet:
     """Checked shards of one split.
 
     `counts` are the samples per shard, `histogram` the samples per label (0 .. num_classes - 1), `digest` the sha256
-    over the list of (file, bytes, sha256 or null).
+    over the list of (file, bytes, sha256 or null). `begins` are the first bytes of a shard's blocks, if they are known.
     """
 
     paths: tuple[Shard, ...]
@@ -39,6 +39,7 @@ class ShardSet:
     num_classes: int
     histogram: tuple[int, ...]
     digest: str
+    begins: tuple[tuple[int, ...], ...] = ()
 
     @property
     def samples(self) -> int:
@@ -65,6 +66,7 @@ def find(config: DataConfig, split: str) -> ShardSet:
         num_classes=config.num_classes,
         histogram=_histogram(paths, infos, config.num_classes),
         digest=_digest(infos),
+        begins=tuple(tuple(block.begin for block in info.blocks) for info in infos),
     )
 
 
@@ -134,7 +136,7 @@ def _with_labels(path: Shard, listed: ShardInfo, listing: Manifest, config: Data
     scanned = _scanned(path, config, split)
     if scanned.samples != listed.samples:
         raise UserError(f"{path} holds {scanned.samples} samples, {listing.where} says {listed.samples}; {listing.fix}")
-    return ShardInfo(listed.file, listed.samples, listed.bytes, listed.sha256, scanned.histogram)
+    return replace(listed, histogram=scanned.histogram)
 
 
 def _histogram(paths: Sequence[Shard], infos: list[ShardInfo], num_classes: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ servers see web.py), never from `data.root`, which is written into every run's c
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,13 +52,19 @@ class Store:
     def where(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}"
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Iterate over the bytes of a file. Raises the library's own errors."""
-        # A web server sends one stream, since not every server supports ranges. With a known size, fsspec requests none
-        # first.
-        how = {"block_size": 0, "size": 1} if self._web else {"cache_type": "none"}
+    def chunks(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Iterate over bytes begin..end of a file. Raises the library's own errors, or UnsupportedOperation."""
+        how: dict[str, Any] = {"cache_type": "none"}
+        if self._web:  # one stream; with a known size, fsspec requests none first
+            how = {"block_size": 0, "size": 1}
+            how |= {} if end is None else {"headers": {"Range": f"bytes={begin}-{end - 1}"}}
         with self._files().open(self.where(name), "rb", **how) as file:
-            while chunk := file.read(CHUNK):
+            if end is not None and self._web and file.r.status != HTTPStatus.PARTIAL_CONTENT:
+                raise UnsupportedOperation("the server sends whole files only")
+            if begin and not self._web:
+                file.seek(begin)
+            while chunk := file.read(CHUNK if end is None else min(CHUNK, end - begin)):
+                begin += len(chunk)
                 yield chunk
 
     def sizes(self, names: Sequence[str]) -> dict[str, int | None]:

@@ -45,13 +45,16 @@ MEND_SHARD = "copy or write the shard again"
 MEND_SAMPLE = "correct it and write the shard again (training can skip it: data.on_corrupt=skip)"
 
 
-class Shard(Protocol):
-    """A tar that can be opened as a local file: a `Path`, or a shard that is fetched first. `str` is for messages."""
+class Fetched(Protocol):
+    """A shard that is fetched, perhaps only the samples first..last, and opened as a local file."""
 
     @property
     def name(self) -> str: ...
 
-    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
+    def open(self, mode: Literal["rb"], first: int = 0, last: int | None = None) -> BinaryIO: ...
+
+
+Shard = Path | Fetched  # `str` is for messages
 
 
 class SampleError(UserError):
@@ -92,18 +95,33 @@ class Sample:
             self.pixels(3)
 
 
+class OpenShard:
+    """A shard's file, unpacked. It closes with the last entry that refers to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A sample still in its shard: members by extension. Readable until the walk that yielded it moves on."""
+    """A sample still in its shard: members by extension."""
 
     shard: Shard
     key: str
     parts: dict[str, tarfile.TarInfo]
-    fd: int
+    opened: OpenShard
 
     @property
     def where(self) -> str:
         return f"{self.shard}: sample {self.key}"
+
+    @property
+    def begin(self) -> int:
+        """Return the byte at which the sample begins."""
+        return next(iter(self.parts.values())).offset
 
     def read(self, extension: str, most: int = MAX_MEMBER_BYTES) -> bytes:
         """Return the bytes of one member.
@@ -113,7 +131,7 @@ class Entry:
         member = self.parts[extension]
         if member.size > most:
             raise SampleError(f"{self.where}: .{extension} holds {member.size} bytes, more than {most}; {MEND_SAMPLE}")
-        data = os.pread(self.fd, member.size, member.offset_data)
+        data = os.pread(self.opened.file.fileno(), member.size, member.offset_data)
         if len(data) < member.size:
             raise UserError(f"{self.shard}: truncated in {member.name}; {MEND_SHARD}")
         return data
@@ -218,11 +236,11 @@ class Tar(tarfile.TarFile):
         return header
 
 
-def opened(shard: Shard) -> BinaryIO:
-    """Open the shard as an unpacked file. Raises `UserError`."""
-    file = as_it_is(shard)
+def opened(shard: Shard, first: int = 0, last: int | None = None) -> OpenShard:
+    """Open the shard as an unpacked file, of which samples first..last will be read. Raises `UserError`."""
+    file = as_it_is(shard, first, last)
     try:
-        return unpacked(shard, file)
+        return OpenShard(unpacked(shard, file))
     except BaseException:
         file.close()
         raise
@@ -259,22 +277,27 @@ def unpacked(shard: Shard, file: BinaryIO) -> BinaryIO:
     return plain
 
 
-def as_it_is(shard: Shard) -> BinaryIO:
+def as_it_is(shard: Shard, first: int = 0, last: int | None = None) -> BinaryIO:
     """Open the shard as a file. Raises `UserError`, also for anything but a file: reading a pipe could block."""
     if isinstance(shard, Path) and shard.exists() and not shard.is_file():
         raise UserError(f"{shard} is not a file; {MEND_SHARD}")
     try:
-        return shard.open("rb")
+        return shard.open("rb") if isinstance(shard, Path) else shard.open("rb", first, last)
     except OSError as error:
         raise UserError(f"{shard}: cannot be read ({error.strerror or error}); {MEND_SHARD}") from None
 
 
-def walk(path: Shard, file: BinaryIO) -> Iterator[Entry]:
-    """Iterate over the samples of a shard, opened as `file`. Raises `UserError` unless it is a complete, plain tar."""
+def walk(path: Shard, opened: OpenShard, begin: int = 0) -> Iterator[Entry]:
+    """Iterate over the samples of an opened shard, from the one whose header is at byte `begin`.
+
+    Raises `UserError` unless the rest is a complete, plain tar.
+    """
+    file = opened.file
     try:
+        file.seek(begin)
         with Tar.open(fileobj=file, mode="r:") as tar:
             for key, group in groupby(_members(path, tar), key=lambda named: named[0]):
-                yield Entry(path, key, _parts(path, key, group), file.fileno())
+                yield Entry(path, key, _parts(path, key, group), opened)
             file.seek(tar.offset)
             rest = file.read(2**20)
     except (tarfile.TarError, ValueError, OverflowError, MemoryError) as error:  # headers may say anything

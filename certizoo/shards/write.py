@@ -134,7 +134,8 @@ def _write_shard(path: Path, members: Iterable[dict[str, Any]]) -> ShardInfo:
             f"{path} cannot be written ({error.strerror or error}); free space or choose another root"
         ) from None
     size = path.stat().st_size
-    return ShardInfo(path.name, labels.total(), size, manifest.sha256_of(path), dict(labels))
+    whole, blocks = manifest.sha256_of(path), manifest.blocks_of(path)
+    return ShardInfo(path.name, labels.total(), size, whole, dict(labels), blocks)
 
 
 def _sample(item: tuple[Any, int], key: str, resize: int | None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ def _texts() -> dict[str, str]:
     import certify.__main__ as certify
     import certizoo.__main__ as program
     import trainers.doctor.findings
-    import trainers.reshape
     from certizoo.config.help import config_help
     from trainers.job.keys import TrainerKeys
 
@@ -31,7 +30,6 @@ def _texts() -> dict[str, str]:
         **{command: config_help(command, name, TrainerKeys) for command, name in train.items()},
         **{command: certify.help_of(name) for command, name in named.items()},
         "python -m trainers.doctor": trainers.doctor.findings.__doc__ or "",
-        "python -m trainers.reshape": trainers.reshape.__doc__ or "",
     }
 
 

@@ -28,7 +28,7 @@ from docs.generate.commands import commands_of, parsers
 from tests.tools.config_sections import SECTIONS
 from tests.tools.launching import ROOT, TINY
 from tests.tools.odd_images import drawn
-from trainers import entry, reshape
+from trainers import entry
 from trainers.job.folder import held
 from trainers.job.stages import prepare_first
 from tuning import __main__ as tune
@@ -145,7 +145,7 @@ def line(parser: argparse.ArgumentParser, action: argparse.Action, odd: str) -> 
     return found
 
 
-DOORS = [*keys(), *options(), Door("reshape RUN", reshape.main, lambda odd: [odd])]
+DOORS = [*keys(), *options()]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ class Server(ThreadingHTTPServer):
     """A server with planted faults.
 
     `fault` of a name says how its bytes are sent, `times` how often before it is sent correctly. `leads` maps a name to
-    another address. `secrets` collects every Authorization header.
+    another address. `secrets` collects every Authorization header. With `ranges`, parts of files are sent on request;
+    `sent` counts their bytes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,6 +27,7 @@ class Server(ThreadingHTTPServer):
         self.secrets: list[str] = []
         self.times = 10**9
         self.delay = 0.0
+        self.ranges, self.sent = False, 0
         self.over = threading.Event()
 
     @property
@@ -56,18 +58,25 @@ class Handler(SimpleHTTPRequestHandler):
         if self.led_away():
             return
         fault = self.server.fault.get(name)
-        if fault is None or self.server.gets[name] > self.server.times:
+        part = self.headers.get("Range") if self.server.ranges else None
+        if part is None and (fault is None or self.server.gets[name] > self.server.times):
             time.sleep(self.server.delay)
             super().do_GET()
             return
         content = (Path(self.directory) / name).read_bytes()
-        self.send_response(200)
+        if part is not None:
+            begin, last = map(int, part.removeprefix("bytes=").split("-"))
+            content = content[begin : last + 1]
+            self.server.sent += len(content)
+        self.send_response(200 if part is None else 206)
         if fault == "swollen":
             self.send_header("Content-Encoding", "gzip")
         elif fault != "long":
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if fault == "silent":
+        if fault is None or self.server.gets[name] > self.server.times:
+            self.wfile.write(content)
+        elif fault == "silent":
             self.server.over.wait(60)
         elif fault == "cut":
             self.wfile.write(content[: len(content) // 2])

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.config.compose import CONFIGS, compose_config
+from certizoo.shards import Reading
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
-from trainers import reshape
 from trainers.entry import launcher_argv
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
@@ -315,23 +315,23 @@ def write_checkpoint(run_dir: Path, step: int, mark: bool = True, batch: int = 2
     return path
 
 
-def test_the_last_epochs_end_is_marked_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """Only the mark changes, and nothing is deleted; the slow tests do this with training."""
-    path = write_checkpoint(tmp_path, 22, batch=0)
-    later = write_checkpoint(tmp_path, 30)
-    reshape.main([str(tmp_path)])
-    saved = checkpoint.newest(tmp_path)
-    assert saved is not None
-    assert (saved.tag, saved.world_size, saved.files) == (path.name, None, {RANK: 100})
-    assert (path.parent / reshape.ASIDE / later.name / checkpoint.MARK).is_file()
-    with pytest.raises(SystemExit):
-        reshape.main([str(tmp_path)])  # once is enough
-
-
-def test_only_an_epochs_end_can_be_marked(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 30)
-    with pytest.raises(UserError, match="no checkpoint of an epoch's end"):
-        reshape.last_epoch(tmp_path)
+def test_other_ranks_go_on_with_what_was_left_of_an_epoch(tmp_path: Path) -> None:
+    """2 ranks made 5 steps of 24 images, 3 ranks 2 steps, and 4 ranks continue; at an epoch's end nothing is left."""
+    facts = {"train.batch_size": 24, "train.micro_batch_size": None, "data.workers": 2}
+    first = Saved("step00000105", Position(105, 2, 5), 2, facts)
+    assert first.position_for(2) == first.position
+    second = first.position_for(3)
+    assert second.readings == [Reading(2, 2, 12, 5)]
+    assert second.batches(Reading(3, 2, 8, 0), 24) == 0
+    at = second.after_step(50).after_step(50)
+    third = replace(first, tag=checkpoint.tag(107), position=at, world_size=3)
+    assert third.position_for(4).readings == [Reading(2, 2, 12, 5), Reading(3, 2, 8, 2)]
+    (tmp_path / checkpoint.tag(107)).mkdir()
+    (tmp_path / checkpoint.tag(107) / checkpoint.MARK).write_text(third.mark())
+    assert checkpoint.read(tmp_path / checkpoint.tag(107)) == third
+    checkpoint.check_position(third, 50, 200, 24)
+    assert at.batches(Reading(3, 2, 8, 0), 24) == 2
+    assert replace(first, position=Position(100, 2)).position_for(3) == Position(100, 2)
 
 
 def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,16 +358,15 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
     free = {**config, "name": "b", "certify": {"images": 9}, "train": {"epochs": 3, "log_every": 9}}
     longer = {**config, "train": {"epochs": 4}}
     for same in (free, longer):
-        checkpoint.check_same_run(saved, checkpoint.fingerprint(same, "digest"), 2, tmp_path)
-    for now, digest, ranks, words in (
-        ({**config, "attack": {"eps": 0.2}}, "digest", 2, "attack.eps=0.1"),
-        (config, "other", 2, "data shards"),
-        (config, "digest", 4, "2 ranks"),
-        ({**config, "new": 1}, "digest", 2, "new=None"),
-        ({**config, "train": {"epochs": 2}}, "digest", 2, "train.epochs=3, .* give at least as many"),
+        checkpoint.check_same_run(saved, checkpoint.fingerprint(same, "digest"), tmp_path)
+    for now, digest, words in (
+        ({**config, "attack": {"eps": 0.2}}, "digest", "attack.eps=0.1"),
+        (config, "other", "data shards"),
+        ({**config, "new": 1}, "digest", "new=None"),
+        ({**config, "train": {"epochs": 2}}, "digest", "train.epochs=3, .* give at least as many"),
     ):
         with pytest.raises(UserError, match=words):
-            checkpoint.check_same_run(saved, checkpoint.fingerprint(now, digest), ranks, tmp_path)
+            checkpoint.check_same_run(saved, checkpoint.fingerprint(now, digest), tmp_path)
 
 
 def test_rows_of_repeated_steps_are_dropped(tmp_path: Path) -> None:

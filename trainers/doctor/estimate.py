@@ -69,8 +69,8 @@ def estimate(job: Job, ranks: int) -> Estimate:
         checkpoint=checkpoint,
         # One more checkpoint while the next is written, and the hand-over.
         disk=checkpoint * (job.train.keep_checkpoints + 1) + 4 * count,
-        steps_per_epoch=job.steps_per_epoch(ranks),
-        total_steps=job.total_steps(ranks),
+        steps_per_epoch=job.steps_per_epoch,
+        total_steps=job.total_steps,
     )
 
 

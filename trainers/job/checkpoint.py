@@ -12,16 +12,19 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
 from certizoo.documents import read_json
+from certizoo.shards import Reading
 
 log = logging.getLogger(__name__)
 MARK = "complete.json"
 STARTED = "started.json"  # in the run folder: the mark of step 0, which no checkpoint is written for
+MAX_WORKERS = 512
 FORMAT = 2  # 1 was DeepSpeed's: pickles
 FILE = re.compile(r"(rank\d{5}|buffers|ema)\.safetensors")
 TAG, DIGEST = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}")
@@ -39,35 +42,48 @@ LENGTH = ("train.epochs", "train.max_steps")  # keys that may grow
 
 @dataclass(frozen=True)
 class Position:
-    """The number of optimiser steps done: in all, and in the current epoch (epochs count from 0)."""
+    """The number of optimiser steps done: in all, and in the current epoch (epochs count from 0).
+
+    `before` lists what other numbers of ranks have read of the epoch: `Reading`s without names.
+    """
 
     step: int = 0
     epoch: int = 0
     batch_in_epoch: int = 0
+    before: tuple[tuple[int, ...], ...] = ()
 
     def after_step(self, steps_per_epoch: int) -> "Position":
         """Return the position one step later."""
         batch = self.batch_in_epoch + 1
-        ends = batch == steps_per_epoch
-        return Position(self.step + 1, self.epoch + ends, 0 if ends else batch)
+        if batch == steps_per_epoch:
+            return Position(self.step + 1, self.epoch + 1)
+        return replace(self, step=self.step + 1, batch_in_epoch=batch)
 
     @property
     def ends_epoch(self) -> bool:
         """Return True between two epochs."""
         return self.step > 0 and self.batch_in_epoch == 0
 
+    @property
+    def readings(self) -> list[Reading]:
+        return [Reading(*values) for values in self.before]
+
+    def batches(self, reading: Reading, batch_size: int) -> int:
+        """Return how many batches each rank of `reading` has drawn of the epoch; a step takes `batch_size` images."""
+        drawn = self.batch_in_epoch * batch_size - sum(before.drawn for before in self.readings)
+        return drawn // (reading.ranks * reading.batch_size)
+
 
 @dataclass(frozen=True)
 class Saved:
     """The contents of `complete.json`.
 
-    `world_size` is None if any number of ranks can load it (trainers/reshape.py); `files` holds sizes, `sha256`
-    digests.
+    `files` holds sizes, `sha256` digests.
     """
 
     tag: str
     position: Position
-    world_size: int | None
+    world_size: int
     fingerprint: dict[str, Any]
     files: dict[str, int] = field(default_factory=dict)
     sha256: dict[str, str] = field(default_factory=dict)
@@ -80,6 +96,17 @@ class Saved:
     def of_ranks(self) -> list[str]:
         """Return the ranks' files."""
         return [name for name in self.files if name.startswith("rank")]
+
+    def position_for(self, ranks: int) -> Position:
+        """Return the position for this number of ranks: within an epoch, others go on with what these have left."""
+        at, train = self.position, self.fingerprint
+        if ranks == self.world_size or not at.batch_in_epoch:
+            return at
+        size = train["train.batch_size"]
+        micro = train["train.micro_batch_size"] or size // self.world_size
+        reading = Reading(self.world_size, max(train["data.workers"], 1), micro, 0)
+        done = reading._replace(batches=at.batches(reading, size))
+        return replace(at, before=(*at.before, tuple(done)))
 
 
 def folder(run_dir: Path) -> Path:
@@ -169,15 +196,19 @@ def read(path: Path) -> Saved | None:
 
 def _saved(name: str, mark: dict[str, Any]) -> Saved:
     """Check the type of every value. Raises ValueError, KeyError or TypeError."""
-    position = Position(**mark["position"])
-    counts = [*vars(position).values(), *mark["files"].values(), mark["world_size"] or 1]
-    if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or tag(position.step) != name:
-        raise ValueError(f"invalid counts: {position}, {mark['world_size']} ranks")
+    given = dict(mark["position"])
+    before = tuple(tuple(Reading(*values)) for values in given.pop("before", ()))
+    position = Position(**given, before=before)
+    ranks = 1 if mark["world_size"] is None and not position.batch_in_epoch else mark["world_size"]
+    counts = [*given.values(), *mark["files"].values(), *chain(*before), ranks]
+    right = all(type(count) is int and 0 <= count < 2**53 for count in counts)
+    if not right or tag(position.step) != name:
+        raise ValueError(f"invalid counts: {position}, {ranks} ranks")
     if not all(FILE.fullmatch(file) and DIGEST.fullmatch(mark["sha256"][file]) for file in mark["files"]):
         raise ValueError("a file that does not belong to a checkpoint")
     if not isinstance(mark["fingerprint"], dict):
         raise ValueError("an invalid fingerprint")
-    return Saved(name, position, mark["world_size"], mark["fingerprint"], mark["files"], mark["sha256"])
+    return Saved(name, position, ranks, mark["fingerprint"], mark["files"], mark["sha256"])
 
 
 def _is_file(path: Path) -> bool:
@@ -194,8 +225,8 @@ def _longer(then: object, now: object) -> bool:
     return isinstance(then, int) and (now is None or (isinstance(now, int) and now > then))
 
 
-def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_dir: Path) -> None:
-    """Raise UserError naming the first key that differs, or the number of ranks. A run may become longer."""
+def check_same_run(saved: Saved, now: Mapping[str, Any], run_dir: Path) -> None:
+    """Raise UserError naming the first key that differs. A run may become longer, and its ranks more or fewer."""
     for key in sorted({*saved.fingerprint, *now} - {*grown(saved, now)}):
         then, value = saved.fingerprint.get(key), now.get(key)
         if then != value:
@@ -204,26 +235,25 @@ def check_same_run(saved: Saved, now: Mapping[str, Any], world_size: int, run_di
                 f"{run_dir} was trained with {key}={str(then)[:100]}, but this command has {key}={value}; "
                 f"{fix}, or start anew with name=ANOTHER"
             )
-    if saved.world_size not in (None, world_size):
-        converted = f"convert its last checkpoint of an epoch's end: `python -m trainers.reshape {run_dir}`"
-        raise UserError(
-            f"{run_dir} was trained by {saved.world_size} ranks, but now there are {world_size}; start as many "
-            f"(`deepspeed --num_gpus {saved.world_size} ...`), or "
-            + (converted if saved.position.step else "start anew with name=ANOTHER")
-        )
 
 
-def check_position(saved: Saved, steps_per_epoch: int, total_steps: int) -> None:
-    """Raise UserError if no run of `total_steps` steps ever has the checkpoint's position."""
+def check_position(saved: Saved, steps_per_epoch: int, total_steps: int, batch_size: int) -> None:
+    """Raise UserError if no run of `total_steps` steps of `batch_size` images ever has the checkpoint's position."""
     at = saved.position
-    counted = at.step == at.epoch * steps_per_epoch + at.batch_in_epoch and at.batch_in_epoch < steps_per_epoch
-    if saved.world_size is None:  # another number of ranks may have made another number of steps per epoch
-        counted = at.ends_epoch and at.epoch <= at.step
-    if not counted or at.step > total_steps:
+    counted = at.batch_in_epoch < steps_per_epoch and at.epoch + at.batch_in_epoch <= at.step <= total_steps
+    possible = [_divides(batch_size, reading) for reading in (*at.readings, Reading(saved.world_size, 1, 1, 1))]
+    drawn = sum(reading.drawn for reading in at.readings)
+    if not counted or not all(possible) or drawn > at.batch_in_epoch * batch_size:
         raise UserError(
-            f"{saved.tag} claims {at}, which no run of {total_steps} steps, {steps_per_epoch} per epoch, reaches; "
-            "delete it to resume from the previous checkpoint"
+            f"{saved.tag} claims {at} of {saved.world_size} ranks, which no run of {total_steps} steps, "
+            f"{steps_per_epoch} per epoch, reaches; delete it to resume from the previous checkpoint"
         )
+
+
+def _divides(batch_size: int, reading: Reading) -> bool:
+    """Return True if ranks can read a batch of this size so."""
+    each = reading.ranks * reading.batch_size
+    return each > 0 and batch_size % each == 0 and 0 < reading.workers <= MAX_WORKERS and reading.batches > 0
 
 
 def tag(step: int) -> str:

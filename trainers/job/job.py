@@ -66,14 +66,15 @@ class Job:
     def fingerprint(self) -> dict[str, Any]:
         return checkpoint.fingerprint(self.config, self.train_set.digest)
 
-    def steps_per_epoch(self, world_size: int) -> int:
-        """Return the optimiser steps of an epoch; micro-batches left over at its end are dropped."""
-        batches = steps_per_epoch(self.train_set, self.train.micro_batch(world_size), world_size)
-        return batches // self.train.accumulation(world_size)
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the optimiser steps of an epoch; the last one is filled up with images of the epoch."""
+        return steps_per_epoch(self.train_set, self.train.batch_size)
 
-    def total_steps(self, world_size: int) -> int:
+    @property
+    def total_steps(self) -> int:
         """Return the optimiser steps of the whole run: train.epochs, cut by train.max_steps."""
-        steps = self.train.epochs * self.steps_per_epoch(world_size)
+        steps = self.train.epochs * self.steps_per_epoch
         return min(steps, self.train.max_steps or steps)
 
 

@@ -92,9 +92,8 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         certify_settings(job)
     check_compatibility(job, ranks.world_size())
     if job.saved is not None:
-        size = ranks.world_size()
-        checkpoint.check_same_run(job.saved, job.fingerprint, size, job.run_dir)
-        checkpoint.check_position(job.saved, job.steps_per_epoch(size), job.total_steps(size))
+        checkpoint.check_same_run(job.saved, job.fingerprint, job.run_dir)
+        checkpoint.check_position(job.saved, job.steps_per_epoch, job.total_steps, job.train.batch_size)
     return job
 
 

@@ -20,7 +20,6 @@ from typing import TypeVar
 from torch import nn
 
 from certizoo import UserError
-from certizoo.shards import train_loader
 from trainers.engine import engine, logs
 from trainers.engine.preempt import Request, Stopped, listening
 from trainers.engine.watchdog import Watchdog
@@ -31,6 +30,7 @@ from trainers.job.job import Job
 from trainers.ranks import said_once
 from trainers.settings import TrainConfig
 from trainers.steps import certify_probe, nan_batch, pictures
+from trainers.steps.batches import batches_from
 from trainers.steps.monitor import evaluate, monitor_batches
 from trainers.steps.run import Run, assemble
 from trainers.steps.step import Batch, NonFinite, train_step
@@ -106,8 +106,11 @@ def resume(run: Run, average: Average | None) -> Position:
             f"extended from {key}={saved.fingerprint[key]} to {run.job.fingerprint[key]}: learning rate, warm-ups and "
             f"ramps follow the longer run, {saved.position.step / run.total_steps:.0%} of which are done"
         )
-    log.info("resuming at %s", saved.position)
-    return saved.position
+    position = saved.position_for(run.world.size)
+    if position.before != saved.position.before:
+        run.report.say(f"{saved.world_size} ranks began this epoch; {run.world.size} read the rest of its images")
+    log.info("resuming at %s", position)
+    return position
 
 
 def train_epoch(session: Session, position: Position, batches: Iterator[Batch]) -> tuple[Position, dict[str, float]]:
@@ -156,22 +159,8 @@ def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
 
     Loader processes start once: an epoch of a small data set takes less time than starting them.
     """
-    job, world, count = run.job, run.world, run.engine.accumulation
-    return iter(
-        train_loader(
-            job.train_set,
-            job.data,
-            batch_size=run.engine.micro_batch,
-            epoch=position.epoch,
-            seed=job.seed,
-            rank=world.rank,
-            world_size=world.size,
-            skip_batches=position.batch_in_epoch * count,
-            epochs=math.ceil(run.total_steps / run.steps_per_epoch) - position.epoch,
-            per_epoch=run.steps_per_epoch * count,
-            device=world.device,
-        )
-    )
+    steps = run.total_steps - position.step + position.batch_in_epoch
+    return iter(batches_from(run, position, epochs=math.ceil(steps / run.steps_per_epoch)))
 
 
 def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:

@@ -5,8 +5,8 @@ import math
 from itertools import islice
 
 from certizoo.files import write_whole
-from certizoo.shards import train_loader
 from trainers.job.checkpoint import Position
+from trainers.steps.batches import batches_from
 from trainers.steps.run import Run
 
 FILE = "nan_batch.json"
@@ -26,15 +26,4 @@ def write(run: Run, position: Position, own: dict[str, float]) -> None:
 
 def keys_of(run: Run, position: Position) -> list[list[str]]:
     """Return the keys of this rank's samples in that step, read again: one list per micro-batch."""
-    count = run.engine.accumulation
-    loader = train_loader(
-        run.job.train_set,
-        run.job.data,
-        batch_size=run.engine.micro_batch,
-        epoch=position.epoch,
-        seed=run.job.seed,
-        rank=run.world.rank,
-        world_size=run.world.size,
-        skip_batches=position.batch_in_epoch * count,
-    )
-    return [batch.keys for batch in islice(loader.received(), count)]
+    return [batch.keys for batch in islice(batches_from(run, position).received(), run.engine.accumulation)]

@@ -62,9 +62,8 @@ def assemble(job: Job, world: World) -> Run:
         start = Saved(checkpoint.tag(0), Position(), world.size, job.fingerprint)
         write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
-    total = job.total_steps(world.size)
-    report = Report(job.run_dir, total, enabled=world.rank == 0, tracker=tracker)
-    return Run(job, built, report, job.steps_per_epoch(world.size), total, penalties)
+    report = Report(job.run_dir, job.total_steps, enabled=world.rank == 0, tracker=tracker)
+    return Run(job, built, report, job.steps_per_epoch, job.total_steps, penalties)
 
 
 def open_tracker(job: Job) -> Tracker | None:

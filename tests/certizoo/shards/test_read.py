@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from certizoo import UserError, shards
-from certizoo.shards import DataConfig, ShardSet
+from certizoo.shards import DataConfig, Reading, ShardSet
 from certizoo.shards.augment import augmentation, flip_crop, mix
 from certizoo.shards.batch import Batch
 from certizoo.shards.plan import segments, share
@@ -129,22 +129,54 @@ def test_training_plan(toy: ShardSet, root: Path, world_size: int, workers: int,
 
 @settings(deadline=None, max_examples=20)
 @given(
+    batch=st.sampled_from((1, 12, 24, 120)),
+    ranks=st.lists(st.sampled_from((1, 2, 3, 4, 6, 12)), min_size=2, max_size=4),
+    workers=st.integers(1, 4),
+    data=st.data(),
+)
+def test_any_ranks_go_on_with_what_others_left(
+    toy: ShardSet, root: Path, batch: int, ranks: list[int], workers: int, data: st.DataObject
+) -> None:
+    """Ranks change within an epoch, any number of times; they read every sample, in the same number of steps."""
+    steps = shards.steps_per_epoch(toy, batch)
+    ranks = [each for each in ranks if batch % each == 0] or [1]
+    before: list[Reading] = []
+    seen: list[str] = []
+    for place, world_size in enumerate(ranks, start=1):
+        left = steps - sum(reading.drawn for reading in before) // batch
+        done = left if place == len(ranks) else data.draw(st.integers(0, left))
+        own = batch // world_size
+        how: dict[str, Any] = {"batch_size": own, "epoch": 2, "seed": 0, "before": before, "per_epoch": steps}
+        for rank in range(world_size):
+            loader = shards.train_loader(toy, config(root), rank=rank, world_size=world_size, **how)
+            assert len(loader) == left
+            whole = in_turn(loader, workers)
+            rest = shards.train_loader(toy, config(root), rank=rank, world_size=world_size, skip_batches=done, **how)
+            assert in_turn(rest, workers) == whole[done:]
+            seen += [key for keys in whole[:done] for key in keys]
+        before = [*before, Reading(world_size, workers, own, done)]
+    assert len(seen) == steps * batch
+    assert len(set(seen)) == toy.samples
+
+
+@settings(deadline=None, max_examples=20)
+@given(
     workers=st.integers(1, 5),
     batch_size=st.integers(1, 40),
     skip=st.integers(0, 9),
     epochs=st.integers(1, 4),
-    fewer=st.integers(0, 3),
+    more=st.integers(0, 3),
 )
 def test_epochs_together_are_those_one_by_one(
-    toy: ShardSet, root: Path, workers: int, batch_size: int, skip: int, epochs: int, fewer: int
+    toy: ShardSet, root: Path, workers: int, batch_size: int, skip: int, epochs: int, more: int
 ) -> None:
-    """An epoch may begin at any loader's turn, and each drops the micro-batches left at its end."""
-    each = max(shards.steps_per_epoch(toy, batch_size, 2) - fewer, 1)
+    """An epoch may begin at any loader's turn, and have more batches than its samples fill."""
+    each = shards.steps_per_epoch(toy, batch_size, 2) + more
     how: dict[str, Any] = {"batch_size": batch_size, "seed": 5, "rank": 1, "world_size": 2}
     one_by_one = [
         keys
         for epoch in range(3, 3 + epochs)
-        for keys in in_turn(shards.train_loader(toy, config(root), epoch=epoch, **how), workers)[:each]
+        for keys in in_turn(shards.train_loader(toy, config(root), epoch=epoch, per_epoch=each, **how), workers)
     ]
     skip = min(skip, each - 1)  # a run resumes within an epoch
     together = shards.train_loader(toy, config(root), epoch=3, epochs=epochs, per_epoch=each, skip_batches=skip, **how)
@@ -265,9 +297,10 @@ def test_shares_tile_the_line(counts: list[int], parts: int) -> None:
     paths = [Path(str(place)) for place in range(len(counts))]
     line = [(path, place) for path, count in zip(paths, counts, strict=True) for place in range(count)]
     read: list[tuple[Any, int]] = []
+    shard_set = ShardSet(tuple(paths), tuple(counts), 2, (), "")
     for part in range(parts):
         start, stop = total * part // parts, total * (part + 1) // parts
-        read += [(s.path, place) for s in segments(paths, counts, start, stop) for place in range(s.start, s.stop)]
+        read += [(s.path, place) for s in segments(shard_set, np.arange(start, stop)) for place in s.wanted]
         low, high = share(0, total, part, part + 1, parts)
         assert high > low  # every worker has samples, though some share them
     assert read == line

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from certizoo import shards
-from certizoo.shards import DataConfig, remote
+from certizoo.shards import DataConfig, plan, remote
 from certizoo.shards.sets import listing_of
 from tests.tools import remote_shards
 from tests.tools.cases import mostly_slow
-from tests.tools.remote_shards import config, refusal, same, trained
+from tests.tools.remote_shards import SIZE, config, refusal, same, trained
 from tests.tools.shard_server import Server, serving
 
 folder = remote_shards.folder  # the fixture
@@ -74,6 +75,40 @@ def test_a_manifest_without_labels_is_completed_by_a_walk(server: Server, folder
     path.unlink()
     (path.parent / "manifest.json").write_text(json.dumps(content))  # the general name works as well
     assert shards.find(config(server.url), "train").histogram == shards.find(config(str(folder)), "train").histogram
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Iterator[Server]:
+    """Serve two shards of several blocks."""
+    images = np.random.default_rng(0).integers(0, 256, (400, SIZE, SIZE, 3), dtype=np.uint8)
+    source = [(image, number % 7) for number, image in enumerate(images)]
+    shards.write(source, tmp_path / "long", name="toy", split="train", per_shard=200)
+    with serving(tmp_path / "long") as server:
+        server.ranges = True
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["http", "file"])
+def test_a_resumed_epoch_fetches_the_blocks_that_are_left(
+    kind: str, long: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "REACH", 10)  # so that the last batches lie in the last block
+    near = config(str(tmp_path / "long"))
+    far = replace(near, root=long.url if kind == "http" else f"file://{tmp_path}/long")
+    size = (tmp_path / "long" / VICTIM).stat().st_size
+    for batch in (0, 10, 24):
+        assert same(trained(far, skip_batches=batch), trained(near, skip_batches=batch))
+    if kind == "http":
+        assert 0.7 * size < long.sent < 0.8 * size  # the first whole; blocks 1 to 3; block 3, which has 8 samples
+        long.ranges, long.sent = False, 0
+        assert same(trained(far, skip_batches=24), trained(near, skip_batches=24))
+        assert long.sent == 0
+
+
+def test_blocks_that_come_wrong_are_refused(long: Server) -> None:
+    long.fault = dict.fromkeys((VICTIM, "toy-train-000000.tar"), "bit")
+    for verify, word in (("auto", "sha256 of bytes"), ("size", "toy-train")):
+        assert word in refusal(lambda verify=verify: trained(config(long.url, verify=verify), skip_batches=24))  # type: ignore[misc]
 
 
 # --- servers that fail ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError
-from certizoo.shards.tar import walk
+from certizoo.shards.tar import opened, walk
 
 NAMES = ("a", "ü-ñ", "folder/b", "n" * 80, "p" * 60 + "/" + "n" * 60, "l" * 200)
 SIZES = (0, 1, 511, 512, 513, 5000)
@@ -28,12 +28,11 @@ def test_the_walk_finds_what_tarfile_finds(form: str, pax: str, tmp_path: Path) 
                 tar.addfile(member, io.BytesIO(bytes([size % 251]) * size))
     with tarfile.open(path) as tar:
         expected = [(member.name, member.size, member.offset_data) for member in tar]
-    with path.open("rb") as file:
-        found = [
-            (f"{entry.key}.{ext}", part.size, part.offset_data, entry.read(ext))
-            for entry in walk(path, file)
-            for ext, part in entry.parts.items()
-        ]
+    found = [
+        (f"{entry.key}.{ext}", part.size, part.offset_data, entry.read(ext))
+        for entry in walk(path, opened(path))
+        for ext, part in entry.parts.items()
+    ]
     assert [one[:3] for one in found] == expected
     assert len(expected) >= len(SIZES) * 5
     assert all(data == bytes([size % 251]) * size for _, size, _, data in found)
@@ -54,6 +53,6 @@ def test_a_wrong_bit_of_a_header_means_to_the_walk_what_it_means_to_tarfile(bit:
     with tarfile.open(path) as tar:
         expected = [member.name for member in tar]
     found: list[str] = []
-    with path.open("rb") as file, suppress(UserError):
-        found += [f"{entry.key}.{ext}" for entry in walk(path, file) for ext in entry.parts]
+    with suppress(UserError):
+        found += [f"{entry.key}.{ext}" for entry in walk(path, opened(path)) for ext in entry.parts]
     assert found in (expected, [])

@@ -13,7 +13,6 @@ from certizoo.locks import HOLDER, LOCK
 from tests.tools.launching import ROOT, TINY, finish, launch, ranks, reach, rows
 from tests.tools.trained import Alone
 from trainers import ranks as of_launcher
-from trainers import reshape
 from trainers.job.folder import refuse_used_folder
 from trainers.steps.run_lock import run_lock
 
@@ -61,8 +60,6 @@ def test_a_second_run_is_refused_at_once_and_a_killed_one_holds_no_lock(tmp_path
         UserError, match=rf"another process writes a training here \(process {process.pid} .*name=ANOTHER"
     ):
         enter(tmp_path / "run", Alone())
-    with pytest.raises(SystemExit):
-        reshape.main([str(tmp_path / "run")])
     assert time.monotonic() - since < 2
     process.kill()
     process.wait()

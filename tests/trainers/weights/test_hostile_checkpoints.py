@@ -43,8 +43,8 @@ def resume(run_dir: Path) -> Trained:
     saved = checkpoint.newest(run_dir)
     if saved is None:
         raise UserError("nothing to resume from, and the run would start anew")
-    checkpoint.check_same_run(saved, {"seed": 0}, 1, run_dir)
-    checkpoint.check_position(saved, steps_per_epoch=10, total_steps=100)
+    checkpoint.check_same_run(saved, {"seed": 0}, run_dir)
+    checkpoint.check_position(saved, steps_per_epoch=10, total_steps=100, batch_size=16)
     trained: Any = Trained()
     trained.step()  # the payload must not have run
     saving.load(trained, None, run_dir, saved)
@@ -101,11 +101,20 @@ MARKS: dict[str, Callable[[Mark], Any]] = {
     "an epoch that was never there": at(epoch=7),
     "a batch beyond its epoch": at(batch_in_epoch=2**40),
     "a position with more": at(tag="../../x"),
+    "earlier ranks that are a text": at(before="abcd"),
+    "earlier ranks of three numbers": at(before=[[1, 1, 1]]),
+    "no earlier ranks": at(before=[[0, 1, 1, 1]]),
+    "earlier ranks that read nothing": at(before=[[1, 1, 1, 0]]),
+    "more earlier ranks than images": at(before=[[2**50, 1, 1, 1]]),
+    "half an earlier rank": at(before=[[1.5, 1, 1, 1]]),
+    "earlier workers without number": at(before=[[1, 2**50, 1, 1]]),
+    "more read than an epoch has": at(before=[[1, 1, 1, 17]]),
     "a list of positions": said(position=[1, 0, 1]),
     "ranks that are a text": said(world_size="1"),
     "negative ranks": said(world_size=-1),
     "any ranks inside an epoch": said(world_size=None),
-    "other ranks": said(world_size=2),
+    "more ranks than images": said(world_size=2**50),
+    "no ranks": said(world_size=0),
     "a fingerprint that is a list": said(fingerprint=["seed"]),
     "another fingerprint": said(fingerprint={"seed": "\x1b[2J" * 50_000}),
     "no files": said(files={}, sha256={}),

@@ -1,0 +1,44 @@
+"""Three ranks continue within an epoch where two were killed, and the epoch's images are all read."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launching import ROOT, TINY, finish, launch, ranks, reach, rows
+from trainers.job import checkpoint
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "tests" / "tools" / "workers" / "recorded_training.py"
+IMAGES, BATCH, STEPS = 1437, 48, 30
+SMALL = [override for override in TINY if not override.startswith("train.batch_size")]
+RUN = (*SMALL, f"train.batch_size={BATCH}", "train.epochs=1", "train.log_every=1", "train.checkpoint_every=5",
+       "train.eval_images=64", "data.workers=1", "name=elastic")  # fmt: skip
+
+
+def keys(folder: Path, world_size: int, lines: int | None = None) -> list[str]:
+    """Return the keys that ranks have trained on, in their first `lines` micro-batches."""
+    paths = [folder / f"keys-{rank}-of-{world_size}.txt" for rank in range(world_size)]
+    return [key for path in paths for line in path.read_text().splitlines()[:lines] for key in line.split()]
+
+
+def test_three_ranks_go_on_where_two_were_killed(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits, tmp_path / "data" / "digits")
+    run_dir = tmp_path / "runs" / "elastic"
+    process = launch(SCRIPT, *RUN, cwd=tmp_path)
+    reach(process, run_dir, 12)
+    ranks(process, SCRIPT)[1].kill()
+    assert finish(process)[0] != 0
+    saved = checkpoint.newest(run_dir)
+    assert saved is not None
+    assert 10 <= saved.position.step < STEPS
+
+    status, output = finish(launch(SCRIPT, *RUN, "resume=auto", cwd=tmp_path, more={"LOCAL_SIZE": "3"}))
+    assert status == 0, output
+    assert "2 ranks began this epoch; 3 read the rest of its images" in output
+    first, second = keys(tmp_path, 2, saved.position.step), keys(tmp_path, 3)
+    assert len(first) + len(second) == STEPS * BATCH
+    assert len({*first, *second}) == IMAGES
+    assert [row["step"] for row in rows(run_dir) if "loss" in row] == [*range(1, STEPS + 1)]
+    assert (run_dir / "handover").is_dir()
