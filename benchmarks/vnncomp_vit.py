@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from timm.layers import PatchEmbed
 from torch import Tensor
 
 from benchmarks.record import record
@@ -171,7 +172,8 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
     """Iterate over one row per instance of a net, until its time is over."""
     net = content(folder, listed[0].net)
     model = vit.read(net)
-    shape = (model.get_parameter("patch_embed.proj.weight").shape[1], *model.patch_embed.img_size)
+    assert isinstance(model.patch_embed, PatchEmbed), "its reader makes no other"
+    shape = (model.patch_embed.proj.weight.shape[1], *model.patch_embed.img_size)
     balls = [ball(vnnlib.parse(content(folder, one.said), one.said), model, shape, one.said) for one in listed]
     compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
     begun, radii = time.monotonic(), given.radii

@@ -17,6 +17,7 @@ EXTRAS = {
     "sklearn": "evaluate",
     "sqlalchemy": "registry",
     "tensorboard": "log",
+    "tokenizers": "evaluate",
     "wandb": "log",
     "webdataset": "evaluate",
 }

@@ -1,4 +1,4 @@
-"""How ranks read an epoch, or a part of it: known to loaders and to checkpoints, and free of heavy imports."""
+"""Samples that ranks have read of an epoch. It is in no package, so that checkpoints are read without importing torch."""
 
 from typing import NamedTuple
 

@@ -1,12 +1,11 @@
 """The ranked table of docs/results.md, made from leaderboard/*.json: `python -m docs.results_table`."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from certify.rows.intervals import interval
-from docs.generate.leaderboard import NORMS, Entry, entries, eps_name
-from docs.generate.tables import cell, code, table
+from docs.generate.entries import NORMS, Entry, entries, eps_name
+from docs.generate.tables import code, table
 
 PAGE = Path(__file__).parent / "results.md"
 PLACE = re.compile(r"(?<=<!-- made by python -m docs\.results_table -->\n).*?(?=<!-- end of it -->)", re.S)
@@ -17,10 +16,10 @@ IMAGES = 1000  # of our rows, where the row does not say otherwise
 
 
 def markdown() -> str:
-    """Return the table, best certified accuracy first, and notes on the soundness of published figures."""
-    found = sorted(ranked(), key=lambda e: (-e.headline(NORM), e.name))
-    heads = ("model", "numerics", "clean", *(f"{NORMS[NORM]} {eps_name(eps)}" for eps in RADII))
-    return "\n".join(["", table(heads, map(_row, found), right=heads[2:]), *_notes(found), "", ""])
+    """Return the table, best certified accuracy first."""
+    found = sorted(ranked(), key=lambda e: (-e.certified(NORM, HEADLINE), e.name))
+    heads = ("model", "sound", "clean", *(f"{NORMS[NORM]} {eps_name(eps)}" for eps in RADII))
+    return "\n".join(["", table(heads, map(_row, found), right=heads[2:]), "", ""])
 
 
 def ranked() -> list[Entry]:
@@ -34,13 +33,7 @@ def _row(entry: Entry) -> list[str]:
     cells = ["" if p is None else _cell(p.eps, p.certified, p.attacked, images) for p in points]
     name = code(entry.name) if entry.published else f"**{code(entry.name)}**"
     name += f", first {images} images" if images not in (None, IMAGES) else ""
-    return [name, _numerics(entry), _share(entry.clean), *cells]
-
-
-def _numerics(entry: Entry) -> str:
-    if entry.published:
-        return "norms estimated" if "estimate" in entry.text("numerics") else "rounding uncounted"
-    return f"{entry.text('served_dtype')} as served" if entry.text("served_dtype") else "exact"
+    return [name, entry.text("sound"), _share(entry.clean), *cells]
 
 
 def _cell(eps: float, certified: float | None, attacked: float | None, images: int | None) -> str:
@@ -49,15 +42,6 @@ def _cell(eps: float, certified: float | None, attacked: float | None, images: i
     if certified is not None and images is not None and abs(eps - HEADLINE) < 5e-5:
         shown += f" ({interval(certified / 100, images)})"
     return shown if attacked is None else f"{shown} / {attacked:.1f}"
-
-
-def _notes(found: Iterable[Entry]) -> list[str]:
-    """Return one line for each statement on soundness, after the names of the published models that share it."""
-    names: dict[str, list[str]] = {}
-    for entry in found:
-        if entry.published:
-            names.setdefault(entry.text("soundness"), []).append(code(entry.name))
-    return [f"- {', '.join(of)}: {cell(text)}" for text, of in names.items()]
 
 
 def _share(share: float | None) -> str:

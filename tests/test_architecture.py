@@ -107,7 +107,7 @@ CROWDED = {
     "zoo/bounds": (19, "one promise a file; what is asked of one is asked of all"),
     "zoo/attention": (19, "one file a variant, beside what all softmax attention shares"),
     "certizoo/registry": (18, "small doors to one library, a verb each; none is opened with another"),
-    "certizoo/shards": (19, "a reader is a chain of small steps, one a file"),
+    "certizoo/shards": (21, "a reader is a chain of small steps, one a file"),
 }
 # library -> the only files or folders that may import it
 DOORS = {
@@ -128,6 +128,7 @@ DOORS = {
     "imagecorruptions": {"certizoo/attacks/corruption.py"},
     "simplejpeg": {"certizoo/images.py"},
     "cv2": {"certizoo/shards/kernels.py"},
+    "tokenizers": {"certizoo/shards/tokens.py"},
 }
 
 

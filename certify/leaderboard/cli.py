@@ -28,6 +28,8 @@ class SubmitKeys(Subject):
     training: Text | None = None
     extra_data: bool = False
     source: Text | None = None
+    paper: Text | None = None
+    year: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def submit(config: Config) -> None:
         raise UserError(f"{results[0]} is not of the weights in {handover}; set results= to a result of these weights")
     if of_results.failure_of(summaries) != 0 and any(s.get("nonce_origin", UNKNOWN) == UNKNOWN for s in summaries):
         raise UserError(f"{results[0]} does not say whether its nonce was drawn or given; certify again")
-    said = {key: config[key] for key in ("title", "training", "extra_data", "source")}
+    said = {key: config[key] for key in ("title", "training", "extra_data", "source", "paper", "year")}
     made = of_results.entry_of(summaries, **said)
     out = Path(config["out"] or f"{made['name']}.json")
     with disk_errors("make room, or choose another file: out=FILE"):

@@ -36,7 +36,13 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "source": (*TEXT, *NONE),
     "published": FLAG,
     "soundness": TEXT,
+    "year": WHOLE,
+    "paper": (*TEXT, *NONE),
+    "attention": (*TEXT, *NONE),
+    "sound": TEXT,
 }
+AS_SERVED, EXACT = "as served", "exact"
+SOUND = (AS_SERVED, EXACT, "rounding uncounted", "norms estimated", "no")  # how far a certificate is proved
 # may be missing. served_dtype: type in which the certified model is served; null: its float64 function
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "failure_probability": NUMBER,
@@ -64,6 +70,7 @@ def faults(entry: object) -> Iterator[str]:
     yield from _form(entry, FIELDS | {key: kinds for key, kinds in OPTIONAL.items() if key in entry}, "")
     if served_in(entry) not in (None, *DTYPES):
         yield f"served_dtype is {str(entry['served_dtype'])[:60]!r}"
+    yield from _soundness(entry)
     yield from _chance(entry)
     curves = entry.get("curves")
     for norm, curve in curves.items() if isinstance(curves, dict) else ():
@@ -71,6 +78,20 @@ def faults(entry: object) -> Iterator[str]:
             yield f"curves.{norm} is not a curve in one of {', '.join(NORMS)}"
         else:
             yield from _curve(norm, curve, entry.get("clean"))
+
+
+def sound_of(served_dtype: str | None) -> str:
+    """Return how far a certificate made here is proved."""
+    return AS_SERVED if served_dtype else EXACT
+
+
+def _soundness(entry: Entry) -> Iterator[str]:
+    """Yield the fault in `sound`: an entry that is checked here must state what its command proves."""
+    sound = entry.get("sound")
+    if isinstance(sound, str) and sound not in SOUND:
+        yield f"sound is {sound[:60]!r}; use {', '.join(SOUND)}"
+    elif entry.get("published") is False and sound != sound_of(served_in(entry)):
+        yield f"sound is {str(sound)[:60]!r}, and the certificate is proved {sound_of(served_in(entry))}"
 
 
 def _chance(entry: Entry) -> Iterator[str]:

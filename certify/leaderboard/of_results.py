@@ -2,13 +2,14 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import zoo
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
-from certify.leaderboard.entry import Entry, faults, served_in
+from certify.leaderboard.entry import Entry, faults, served_in, sound_of
 from certify.leaderboard.nonces import of_entry
 from certify.rows import records
 from certify.rows.draws import recorded
@@ -38,7 +39,7 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
     """Return one entry from all results, which are of the same weights on the same images.
 
     `said` holds the fields that no result contains: name (by default that of the model), title, training, extra_data,
-    source, and the command if another one made the results. Raises UserError.
+    source, paper, year (by default this one), and the command if another one made the results. Raises UserError.
     """
     first = summaries[0]
     for key in SAME:
@@ -71,6 +72,10 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
         "source": said.get("source"),
         "published": False,
         "soundness": _soundness(summaries),
+        "year": said.get("year") or datetime.now(UTC).year,
+        "paper": said.get("paper"),
+        "attention": _attention(first),
+        "sound": sound_of(served_in(first)),
     }
     if (failure := failure_of(summaries)) is not None:
         entry["failure_probability"] = float(at_most(failure))
@@ -84,6 +89,15 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
 def parameters_of(model: Mapping[str, Any]) -> int:
     """Return the number of parameters of the model as it is served."""
     return sum(weights.numel() for weights in overview.on_meta(**model).parameters())
+
+
+def _attention(summary: Summary) -> str | None:
+    """Return the kind of attention, None for a model without."""
+    name = str(summary["attention"])
+    if name == "none":
+        return None
+    kind = {"dp": "dot product", "l2": "L2"}.get(name, name)
+    return f"{kind}, gated positions" if summary["model"].get("gpsa_layers") else kind
 
 
 def _curves(summary: Summary) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,8 @@ Functionals go backwards through the enclosures of all steps until they are line
 
     min over ||x' - x||_p <= eps of  <a, x'>  =  <a, x> - eps ||a||_q,      1/p + 1/q = 1.
 
-A result's box is the intersection of the box that its step makes of the boxes before it, and of these bounds.
+A result's box is the intersection of the box that its step makes of the boxes before it, and of these bounds. They
+are computed for the entries that a relaxation needs.
 
 Letters: B images, R functionals of each.
 """
@@ -18,6 +19,7 @@ from certify.linear.program import Program
 from certify.linear.steps import Box, Relaxed, inner
 from certify.shared.ball import LINF, Ball
 from zoo.arithmetic import OUT, U, gamma, nan_to_inf
+from zoo.arithmetic import length as length_2
 
 ENTRIES = 2**20  # of one tensor of functionals, so that it stays in the cache
 
@@ -39,25 +41,45 @@ class Bounds:
         reach = (eps_B * (1 + 4 * U)).view(-1, 1, 1, 1, 1)
         off = 2 * U * (x.abs() + reach)
         found = Bounds(program, x, eps_B, ball, [Box(x - reach - off, x + reach + off)], [])
-        targets = program.targets()
-        for number, step in enumerate(program.steps, 1):
+        bounded: dict[int, Tensor] = {}
+        for step in program.steps:
+            for k in step.inputs:
+                found._tighten(k, step.needs(found.boxes[k]), bounded)
             given = [found.boxes[k] for k in step.inputs]
             found.relaxed.append(step.relaxed(*given))
-            box = step.box(*given)
-            found.boxes.append(box)
-            if number in targets:
-                found.boxes[number] = box.meet(found.box(number))
+            found.boxes.append(step.box(*given))
         return found
 
-    def box(self, number: int) -> Box:
-        """Bound every entry of a result from the image: (B, *shape)."""
+    def _tighten(self, number: int, needed: Tensor | None, bounded: dict[int, Tensor]) -> None:
+        """Bound the entries of a result that are needed (B, *shape), unless that was done, and those they come from."""
+        *chain, base = self.program.chain(number)
+        if needed is None or base == 0 or self.program.steps[base - 1].tight:
+            return
+        open_ = needed.any(0, keepdim=True)
+        for k in chain:
+            open_ = self.relaxed[k - 1].back(open_.to(self.x).unsqueeze(1)).parts[0].squeeze(1) != 0
+        done = bounded.setdefault(base, torch.zeros_like(open_))
+        entries = (open_ & ~done).flatten().nonzero().flatten()
+        if len(entries):
+            bounded[base] = done | open_
+            self.boxes[base] = self.boxes[base].meet(self.box(base, entries))
+            for k in reversed(chain):
+                self.boxes[k] = self.program.steps[k - 1].box(
+                    *(self.boxes[j] for j in self.program.steps[k - 1].inputs)
+                )
+
+    def box(self, number: int, entries_R: Tensor) -> Box:
+        """Bound some entries of a result from the image: (B, *shape), NaN for others."""
         shape = self.boxes[number].lower.shape[1:]
-        size = shape.numel()
-        eye = torch.eye(size, dtype=self.x.dtype, device=self.x.device)
-        rows = eye.view(1, size, *shape).expand(len(self.x), -1, *shape)
-        lower = self.lower(number, rows)
-        upper = -self.lower(number, -rows)
-        return Box(lower.view(-1, *shape), upper.view(-1, *shape))
+        size, count = shape.numel(), len(self.x)
+        rows = torch.zeros(len(entries_R), size, dtype=self.x.dtype, device=self.x.device)
+        rows = rows.scatter_(1, entries_R[:, None], 1.0).view(1, -1, *shape).expand(count, -1, *shape)
+        ends = []
+        for sign in (1, -1):
+            end = torch.full((count, size), torch.nan, dtype=self.x.dtype, device=self.x.device)
+            end[:, entries_R] = sign * self.lower(number, sign * rows)
+            ends.append(end.view(count, *shape))
+        return Box(*ends)
 
     def lower(self, number: int, rows: Tensor) -> Tensor:
         """Return a lower bound of the functionals (B, R, *shape) of a result: (B, R), -inf where there is none."""
@@ -88,7 +110,7 @@ class Bounds:
     def _on_ball(self, a: Tensor, const: Tensor, rounding: Tensor) -> Tensor:
         """Return the least values on the balls."""
         length = torch.linalg.vector_norm(a.flatten(2), 1, -1)
-        fall = length if self.ball.norm == LINF else torch.linalg.vector_norm(a.flatten(2), 2, -1)
+        fall = length if self.ball.norm == LINF else length_2(a.flatten(2))
         fall = fall * self.eps_B[:, None]
         off = gamma(self.x[0].numel() + 16) * (length * self.x.flatten(1).abs().amax(1, keepdim=True) + fall)
         least = inner(a, self.x) + const - (fall + rounding + off + 4 * U * const.abs()) * OUT

@@ -22,8 +22,9 @@ OFTEN = ("expand", "expand_as", "repeat", "index_select", "index", "repeat_inter
 
 def moved(program: Program, target: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Add a step that rearranges the entries of x."""
-    if not isinstance(x, Ref) or any(isinstance(arg, Ref) and arg is not x for arg in args):
-        args = tuple(torch.zeros(arg.shape) if isinstance(arg, Ref) else arg for arg in args)
+    args = tuple(torch.zeros(arg.shape) if isinstance(arg, Ref) else arg for arg in args)
+    if isinstance(x, Tensor):
+        return target(x, *args, **kwargs)
     made = target(program.zeros(x.shape), *args, **kwargs)
     if isinstance(made, Tensor):
         return _moved(program, x, lambda t: target(t, *args, **kwargs), made.numel())

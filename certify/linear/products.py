@@ -53,6 +53,9 @@ class Product:
         out = gamma(4) * corners.abs().amax(0) + TINY
         return found.meet(Box(corners.amin(0) - out, corners.amax(0) + out))
 
+    def needs(self, box: Box) -> Tensor:
+        return torch.ones_like(box.lower, dtype=torch.bool)
+
     def relaxed(self, *boxes: Box) -> "MeanPlanes | LowPlanes":
         kind = LowPlanes if self.weights else MeanPlanes
         return kind(boxes[0], boxes[1], self._times, self.matrices, self.terms)

@@ -56,10 +56,12 @@ class Program:
         number = self.base(ref.number)
         return self.steps[number - 1] if number else None
 
-    def targets(self) -> set[int]:
-        """Return the results that enter a relaxation and whose own boxes are not tight."""
-        entering = {self.base(k) for step in self.steps if not isinstance(step, Affine) for k in step.inputs}
-        return {k for k in entering if k and not self.steps[k - 1].tight}
+    def chain(self, number: int) -> list[int]:
+        """Return the results from this one back to its base, which comes last."""
+        found, base = [number], self.base(number)
+        while found[-1] != base:
+            found.append(self.steps[found[-1] - 1].inputs[0])
+        return found
 
 
 def affine(

@@ -81,6 +81,13 @@ class Elementwise:
     def box(self, *boxes: Box) -> Box:
         return _range(self.f, boxes[0]) if isinstance(self.f, Scalar) else _convex_range(self.f, boxes[0])
 
+    def needs(self, box: Box) -> Tensor:
+        """Return all entries, or those with a kink inside if f is linear elsewhere."""
+        if isinstance(self.f, Convex) or self.f.curvature:
+            return torch.ones_like(box.lower, dtype=torch.bool)
+        inside = [~((kink <= box.lower) | (kink >= box.upper)) for kink in self.f.kinks]
+        return torch.stack(inside).any(0)
+
     def relaxed(self, *boxes: Box) -> Lines:
         return _lines(self.f, boxes[0]) if isinstance(self.f, Scalar) else _convex_lines(self.f, boxes[0])
 
@@ -94,7 +101,7 @@ def _grid(f: Scalar, box: Box) -> tuple[Tensor, Tensor, Tensor]:
     z = torch.cat([low + (high - low) * share[:-1], high, *kinks], -1)
     z = torch.minimum(torch.maximum(z, low), high).sort(-1).values
     y = f.f(z)
-    cell = ((high - low) / parts).square() * (f.curvature / 8 * OUT)
+    cell = ((high - low) / parts + 4 * U * torch.maximum(high.abs(), low.abs())).square() * (f.curvature / 8 * OUT)
     rounding = LIBM * torch.maximum(z.abs(), y.abs()).amax(-1, keepdim=True)
     return z, y, (cell + rounding).squeeze(-1) + TINY
 

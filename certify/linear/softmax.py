@@ -22,8 +22,6 @@ from torch import Tensor
 from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
 from zoo.arithmetic import OUT, U, gamma
 
-LIBM = 40 * U
-
 
 @dataclass(frozen=True)
 class Softmax:
@@ -38,14 +36,18 @@ class Softmax:
 
     def box(self, *boxes: Box) -> Box:
         """Return the exact range of every weight: its own score at one end, all others at the other end."""
-        lo, hi = _differences(boxes[0])
-        off = gamma(3 * self.shape[-1] + 200)
-        return Box(
-            ((1 - off) / hi.exp().sum(-1) - TINY).clamp_min(0), ((1 + off) / lo.exp().sum(-1) + TINY).clamp_max(1)
-        )
+        return _range(*_differences(boxes[0]))
+
+    def needs(self, box: Box) -> Tensor:
+        return torch.ones_like(box.lower, dtype=torch.bool)
 
     def relaxed(self, *boxes: Box) -> "Planes":
         return _planes(boxes[0])
+
+
+def _range(lo: Tensor, hi: Tensor) -> Box:
+    off = gamma(3 * lo.shape[-1] + 200)
+    return Box(((1 - off) / hi.exp().sum(-1) - TINY).clamp_min(0), ((1 + off) / lo.exp().sum(-1) + TINY).clamp_max(1))
 
 
 def _differences(s: Box) -> tuple[Tensor, Tensor]:
@@ -74,26 +76,42 @@ class Planes:
         return torch.maximum(at.abs(), at_u.abs()) + (steep @ far).squeeze(-1) + 1
 
     def back(self, a: Tensor) -> Back:
-        middle = (self.lower[0] + self.upper[0]).unsqueeze(1) / 2
+        n, count = a.shape[-1], len(a)
+        rows = a.reshape(*a.shape[:2], -1, n).transpose(1, 2)  # (B, L, R, N), L rows of scores: a matrix product each
+        at, at_u, reach = (t.reshape(count, -1, n) for t in (self.lower[0], self.upper[0], self.box.reach))
+        slope, slope_u = (t.reshape(count, -1, n, n) for t in (self.lower[1], self.upper[1]))
+        reach = reach.unsqueeze(2)
+        middle = (at + at_u).unsqueeze(2)
         shares = middle / middle.sum(-1, keepdim=True)
-        choices = (a.amin(-1, keepdim=True), a.amax(-1, keepdim=True), (a * shares).sum(-1, keepdim=True))
-        tried = [self._shifted(a, c) for c in choices]
-        best = torch.stack([worth for worth, *_ in tried]).nan_to_num(-torch.inf).argmax(0)
-        part, const, moduli = (
-            torch.where(best == 0, t[0], torch.where(best == 1, t[1], t[2]))
-            for t in zip(*(rest for _, *rest in tried), strict=True)
+        low, high, mean = rows.amin(-1, True), rows.amax(-1, True), (rows * shares).sum(-1, True)
+        by_lower, by_upper = rows @ slope, rows @ slope_u
+        least, most = slope.sum(-2).unsqueeze(2), slope_u.sum(-2).unsqueeze(2)
+        above = (rows - mean).clamp(min=0)
+        at, at_u = at.unsqueeze(2), at_u.unsqueeze(2)
+        c, part, const = _better(
+            reach,
+            (low, by_lower - low * least, ((rows - low) * at).sum(-1, True)),
+            (high, by_upper - high * most, ((rows - high) * at_u).sum(-1, True)),
+            (
+                mean,
+                by_upper - mean * most + above @ (slope - slope_u),
+                (above * (at - at_u) + (rows - mean) * at_u).sum(-1, True),
+            ),
         )
-        total = const.flatten(2).sum(-1) - inner(part, self.box.centre)
-        return Back((part,), total, rounding_of(moduli, self._size, 4 * a.shape[-1]))
+        part = part.transpose(1, 2).reshape(a.shape)
+        total = (const + c).sum((1, 3)) - inner(part, self.box.centre)
+        moduli = (rows.abs() + c.abs()).transpose(1, 2)
+        return Back((part,), total, rounding_of(moduli, self._size, 8 * n))
 
-    def _shifted(self, a: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the bound's value on the box, slopes, constant, and the moduli of its terms, for a shift by c."""
-        (at, slope), (at_u, slope_u) = self.lower, self.upper
-        above, below = (a - c).clamp(min=0), (a - c).clamp(max=0)
-        part = (above.unsqueeze(-2) @ slope.unsqueeze(1) + below.unsqueeze(-2) @ slope_u.unsqueeze(1)).squeeze(-2)
-        const = (above * at.unsqueeze(1) + below * at_u.unsqueeze(1)).sum(-1, keepdim=True) + c
-        worth = const - (part.abs() * self.box.reach.unsqueeze(1)).sum(-1, keepdim=True)
-        return worth, part, const, (a - c).abs() + c.abs()
+
+def _better(reach: Tensor, *tried: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the shift, slopes and constant of the largest bound on the box, row by row."""
+    worth = torch.stack([const + c - (part.abs() * reach).sum(-1, keepdim=True) for c, part, const in tried])
+    best = worth.nan_to_num(-torch.inf).argmax(0)
+    return tuple(
+        torch.where(best == 0, first, torch.where(best == 1, second, third))
+        for first, second, third in zip(*tried, strict=True)
+    )
 
 
 def _planes(s: Box) -> Planes:
@@ -106,7 +124,8 @@ def _planes(s: Box) -> Planes:
     eta = gamma(3 * n + 400)
     reach = s.reach.unsqueeze(-2) + s.reach.unsqueeze(-1) + t.abs()
     # from below: chords of e^t, tangent of 1 / y
-    chord = torch.where(width > 0, e_lo * torch.expm1(width) / torch.where(width > 0, width, 1.0), e_t)
+    rise = torch.where(width > 1, e_hi - e_lo, e_lo * torch.expm1(width.clamp(max=1)))  # without cancellation
+    chord = torch.where(width > 0, rise / torch.where(width > 0, width, 1.0), e_t)
     y_0 = (e_lo + chord * (t - lo)).sum(-1)
     steep = (chord / y_0.square().unsqueeze(-1)).masked_fill(own, 0)
     off = 8 * eta * (1 / y_0 + (steep * (reach + width)).sum(-1)) * OUT + TINY
@@ -123,7 +142,14 @@ def _planes(s: Box) -> Planes:
     size = 1 / y_lo + kappa * (g_lo.abs() + g_hi.abs() + g_t.abs() + 1)
     off_u = 8 * eta * (size + (steep_u * (reach + width)).sum(-1)) * OUT + TINY
     upper = (shift + kappa * g_t + off_u, _per_score(-steep_u))
-    return Planes(s, lower, upper)
+    whole = _range(lo, hi)
+    return Planes(s, _or_constant(*lower, whole.lower), _or_constant(*upper, whole.upper))
+
+
+def _or_constant(at: Tensor, slope: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the plane, or the end of the range where exponentials overflow."""
+    finite = at.isfinite() & slope.isfinite().all(-1)
+    return torch.where(finite, at, end), torch.where(finite.unsqueeze(-1), slope, 0.0)
 
 
 def _per_score(slope: Tensor) -> Tensor:

@@ -87,6 +87,10 @@ class Step(Protocol):
         """Return the box of y, rounded outwards."""
         ...
 
+    def needs(self, box: Box) -> Tensor | None:
+        """Return the entries of an input's box that should be as small as possible; None if no box matters."""
+        ...
+
     def relaxed(self, *boxes: Box) -> Relaxed: ...
 
 
@@ -146,6 +150,9 @@ class Affine:
     def _size(self, *boxes: Box) -> Tensor:
         size = torch.func.vmap(self.absolute)(*(box.size for box in boxes))
         return size if self.offset is None else size + self.offset
+
+    def needs(self, box: Box) -> Tensor | None:
+        return None
 
     def relaxed(self, *boxes: Box) -> "Pulled":
         exact = self.moves and self.offset is None and self.terms == 0

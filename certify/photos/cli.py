@@ -14,6 +14,7 @@ from rich.console import Console
 
 from certify.photos import photo, picture
 from certify.photos.predict import Answer, Asked, Predictor
+from certify.photos.samples import sample_of, samples
 from certify.photos.server import Place, serve_forever
 from certify.rows.arguments import Config, Subject, handover_of, settings_of
 from certizoo import UserError
@@ -40,13 +41,14 @@ def image(config: Config) -> None:
     config = typed_values(ImageKeys, config)
     files: Sequence[str] = config["files"]
     if not files:
-        raise UserError("name a photograph: python -m certify image PHOTO.png [MORE...] model=NAME")
+        names = ", ".join(path.stem for path in samples())
+        raise UserError(f"name a photograph: python -m certify image PHOTO.png [MORE...] model=NAME; samples: {names}")
     out = Path(config["out"]) if config["out"] else None
     predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
     console = Console(highlight=False, markup=False)
     answers = []
     for name in files:
-        answers.append(predict(photo.read(Path(name), predict.channels, predict.size)))
+        answers.append(predict(photo.read(_file(name), predict.channels, predict.size)))
         console.print(answers[-1].words(), markup=False, soft_wrap=True)
     if out is not None:
         with disk_errors("make room, or choose another folder: out=FOLDER"):
@@ -63,6 +65,12 @@ def serve(config: Config) -> None:
     predict = Predictor(handover_of(config), settings_of(Asked, config), Path())
     console = Console(highlight=False, markup=False)
     serve_forever(predict, place, lambda url: console.print(f"{predict.title}: {url}   (Ctrl-C ends it)", markup=False))
+
+
+def _file(name: str) -> Path:
+    """Return the photograph of this path, else the sample of this name."""
+    path = Path(name)
+    return path if path.exists() else sample_of(name) or path
 
 
 def _write(answers: Sequence[Answer], out: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from certify.photos.samples import FOLDER
 from certizoo import UserError
 from certizoo.images import MAX_PIXELS, ImageError, pixels
 from certizoo.shards.fit import fit
@@ -35,7 +36,8 @@ def read(path: Path, channels: int, size: int) -> Photo:
         raise UserError(f"there is no file {path}; {ADVICE}")
     try:
         with path.open("rb") as file:
-            return photo(file.read(MAX_BYTES + 1), str(path), channels, size)
+            name = path.name if path.parent == FOLDER else str(path)
+            return photo(file.read(MAX_BYTES + 1), name, channels, size)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); {ADVICE}") from None
 

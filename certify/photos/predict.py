@@ -1,6 +1,7 @@
 """The answer for one photograph: the class, its margin, the proved radius, and the nearest attack that was found."""
 
 from dataclasses import dataclass
+from math import floor
 from pathlib import Path
 from typing import Annotated
 
@@ -94,6 +95,15 @@ class Answer:
             return f"Radii are of the {size} image in [0,1] pixels."
         there = f"{self.photo.width}x{self.photo.height}"
         return f"Radii are of the {size} image that the {there} photograph was resized to, in [0,1] pixels."
+
+    @property
+    def scale(self) -> str:
+        """The size of the radius in words, rounded down: a change of one value, and of all."""
+        values, steps = self.photo.image_CHW.numel(), 255 * self.radius
+        every = floor(100 * steps / (1 if self.norm == "linf" else values**0.5)) / 100
+        if self.norm == "linf":
+            return f"Every one of the {values} values may move by {every:.2f} of 255."
+        return f"One of the {values} values may move by {floor(steps)} of 255, or all of them by {every:.2f}."
 
     def row(self) -> dict[str, object]:
         """Return the answer as a row for CSV."""

@@ -134,7 +134,8 @@ class Handler(BaseHTTPRequestHandler):
             self._say(404, "there is only the page /")
             return
         nonce = secrets.token_urlsafe(16)
-        html = page.html(self.server.predict.title, self.server.predict.asked.norm, nonce)
+        predict = self.server.predict
+        html = page.html(predict.title, predict.names, predict.asked.norm, nonce)
         self._send(200, html.encode(), "text/html; charset=utf-8", page.policy(nonce))
 
     def do_POST(self) -> None:
@@ -218,7 +219,8 @@ def said(answer: Answer) -> dict[str, Any]:
         {"title": title, "note": note, "src": f"data:image/png;base64,{base64.b64encode(picture.png(image)).decode()}"}
         for title, note, image in picture.panels(answer)
     ]
-    return answer.row() | {"words": answer.words(), "proved": answer.proved, "found": answer.found, "panels": shown}
+    words = {"words": answer.words(), "scale": answer.scale, "proved": answer.proved, "found": answer.found}
+    return answer.row() | words | {"panels": shown}
 
 
 def serve_forever(predict: Predictor, place: Place, say: Callable[[str], None]) -> None:

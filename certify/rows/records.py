@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
 CERTIFICATES, CERTIFICATE = "certificates.jsonl", "certificate.json"  # an evaluation reads them, too
-UNSAID = {"norm": "l2", "first": 0}  # values for subjects of earlier code, which did not record them
+UNSAID = {
+    "norm": "l2",
+    "first": 0,
+    "search_radii": True,
+}  # values for subjects of earlier code, which did not record them
 SAME_NONCE = ("nonce_origin", "beacon")  # keys that may differ, as only the nonce itself decides rows
 OF_IMAGES = ("first", "images", "images_sha256")  # keys in which the ranges of one result differ
 

@@ -19,7 +19,8 @@ from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, one_of, perhaps, real, whole
 from certify.shared.ball import L2
 from certify.shared.breakdown import QUANTITIES, columns
-from certify.shared.certificate import Certificate, Certifier, Explained, UnsoundCertificate
+from certify.shared.certificate import Analysis, Certificate, Certifier, Explained, UnsoundCertificate
+from certify.stage.substitutions import COLUMN
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.inputs import batch_given
@@ -74,6 +75,15 @@ def evaluate(
     return pd.DataFrame(rows_of(certifier, served, names, images, labels, method=method, eps_grid=grid, attack=attack))
 
 
+def largest_of(eps_grid: Sequence[float], analysis: Analysis) -> Tensor:
+    """Return the largest eps of the grid that is certified, 0 if none is: (B,)."""
+    radius_B = torch.zeros_like(analysis.clean.margin_BJ[:, 0])
+    for eps in sorted(eps_grid):
+        certified_B = analysis.at(eps).certified_B
+        radius_B = torch.where(certified_B, eps, radius_B)
+    return radius_B
+
+
 def _grid(eps: Sequence[float], norm: str) -> list[float]:
     """Return the radii. Raises UserError unless they are distinct and above 0."""
     if isinstance(eps, str) or not isinstance(eps, Iterable):
@@ -94,6 +104,7 @@ def rows_of(
     method: str,
     eps_grid: Sequence[float],
     attack: AttackConfig,
+    search_radii: bool = True,
     explain_at: float | None = None,
 ) -> list[Row]:
     """Return one row per image with its clean, attacked and certified answers.
@@ -101,13 +112,14 @@ def rows_of(
     Columns: {key, label, prediction, correct, margin, radius.<method>, certified.<eps>, pgd.<eps>, seconds, failure}.
 
     `certifier` is that of `method`; `served` is the model as it is served (float32), which is attacked; images are (B,
-    C, H, W) in [0,1]. The attack runs at every eps of the grid in the certifier's norm. With `explain_at`, an eps, rows
+    C, H, W) in [0,1]. The attack runs at every eps of the grid in the certifier's norm. Without `search_radii` a radius
+    is the largest eps of the grid that is certified, which takes less time. With `explain_at`, an eps, rows
     also hold the cost of every step of the model there, if the method has a breakdown: `growth.<step>` or
     `share.<step>` (certificate.Breakdown). Raises UnsoundCertificate.
     """
     start = time.perf_counter()
     analysis = certifier.analyse(images_BCHW, labels_B)
-    radius_B = radius_of(analysis)
+    radius_B = radius_of(analysis) if search_radii else largest_of(eps_grid, analysis)
     # An image is certified within its radius. Only a larger eps is asked, to tell `unknown` from `not certified`.
     statuses = {eps: status(analysis.at(torch.where(radius_B >= eps, 0.0, eps))) for eps in eps_grid}
     seconds = (time.perf_counter() - start) / len(keys)
@@ -140,9 +152,9 @@ def rows_of(
 
 
 def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
-    """Return the schema of the rows of `rows_of` with their two optional columns.
+    """Return the schema of the rows of `rows_of` with their optional columns.
 
-    `served_difference` is always required; POSITION_ONLY is there where attention has scores.
+    `served_difference` is always required; POSITION_ONLY is there where attention has scores, and COLUMN for sentences.
     """
     answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
     needed = {
@@ -170,7 +182,7 @@ def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
                 return f"is certified at {eps:g}, but an attack succeeds or the prediction is wrong"
         return None
 
-    return RowSchema(needed, costs | {POSITION_ONLY: flag}, contradiction)
+    return RowSchema(needed, costs | {POSITION_ONLY: flag, COLUMN: chance}, contradiction)
 
 
 def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, method: str, eps: float) -> None:

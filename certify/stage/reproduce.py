@@ -11,7 +11,7 @@ from certizoo.registry import credentials
 from certizoo.shards import DataConfig
 from certizoo.shards.config import is_remote
 
-KEYS = ("method", "norm", "served_dtype", "images", "batch_size")
+KEYS = ("method", "norm", "served_dtype", "images", "batch_size", "search_radii")
 
 
 def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: Settings, first: int = 0) -> str:

@@ -35,6 +35,7 @@ class Settings(Section):
     images: Count | None = 500
     eps: tuple[Positive, ...] | None = None
     headline_eps: Positive | None = None
+    search_radii: bool = True  # False: an image's radius is the largest certified one of `eps`
     batch_size: Count = 10
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: Text | None = None  # of random starts; None: that of existing rows, or a new one

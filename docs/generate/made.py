@@ -14,6 +14,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands.markdown,
     "config_keys": config_keys.markdown,
     "leaderboard": leaderboard.markdown,
+    "leaderboard_chart": leaderboard.first_chart,
     "models": models_table.markdown,
     "recipes": recipes.markdown,
     "versions": versions.markdown,
@@ -28,7 +29,7 @@ def filled(markdown: str) -> str:
 
 def files() -> dict[str, str]:
     """Return generated files of the site by path, except pages."""
-    return leaderboard.figures()
+    return leaderboard.files()
 
 
 @cache

@@ -1,6 +1,7 @@
 """An answer shows a radius and an attack: `certify` proves the radius, and the attack succeeds beyond it."""
 
 import csv
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ import torch
 from PIL import Image
 
 import certify
+import zoo
 from certify.__main__ import main
 from certify.photos import picture
 from certify.photos.names import KNOWN, names_of
-from certify.photos.photo import photo
+from certify.photos.photo import photo, read
 from certify.photos.predict import Answer, Predictor
+from certify.photos.samples import sample_of, samples
 from certify.shared.certificate import UnsoundCertificate
 from certizoo.attacks.norms import distance
 
@@ -54,6 +57,23 @@ def test_a_radius_in_words_is_never_more_than_it_is(answers: list[Answer]) -> No
             said = replace(answers[0], radius=radius, norm=norm).proved
             assert float(said.removesuffix("/255")) * unit <= radius * (1 + 1e-12)
     assert replace(answers[0], radius=0.0).proved == "nothing"
+
+
+def test_the_scale_of_a_radius_is_never_more_than_it_is(answers: list[Answer]) -> None:
+    for answer in answers:
+        steps, values = 255 * answer.radius, answer.photo.image_CHW.numel()
+        said = [float(word) for word in re.findall(r"by (\d+(?:\.\d+)?)", answer.scale)]
+        truth = [steps] if answer.norm == "linf" else [steps, steps / values**0.5]
+        assert all(0 <= word <= most for word, most in zip(said, truth, strict=True))
+
+
+@pytest.mark.parametrize("path", samples(), ids=lambda path: path.stem)
+def test_a_sample_is_named_by_its_class_and_is_recognised(path: Path) -> None:
+    model = zoo.create_model("cert_vit_c10", pretrained=True).eval()
+    image_CHW = read(path, 3, 32).image_CHW
+    assert names_of("cifar10", 10)[int(model(image_CHW[None]).argmax())] == path.stem
+    assert sample_of(path.stem) == path
+    assert read(path, 3, 32).name == path.name
 
 
 def test_it_says_of_which_image_the_radius_is(predict: Predictor, digit: Encoded, answers: list[Answer]) -> None:
@@ -104,6 +124,7 @@ def test_the_command_writes_a_picture_and_a_row_of_each(
     ("words", "fix"),
     [
         ([], "name a photograph"),
+        (["ships", "model=cert_vit_c10"], "there is no file ships"),
         (["no.png", "model=cert_vit_c10"], "there is no file no.png"),
         (["no.png"], "set what to certify"),
         (["no.png", "model=dp_vit_ti"], "models with weights: cert_vit_c10"),

@@ -18,13 +18,16 @@ from certify.photos.server import Place
 from tests.tools import browser
 from tests.tools.photo_server import serving
 
-SIZES = {"desktop": (1280, 1000), "phone": (390, 1500)}
+SIZES = {"desktop": (1440, 1300), "phone": (390, 1900)}
 DROP = """
 const bytes = Uint8Array.from(atob("DATA"), letter => letter.charCodeAt(0)), carried = new DataTransfer();
 carried.items.add(new File([bytes], "digit.png"));
 dispatchEvent(new DragEvent("drop", {dataTransfer: carried}));
 """
 WIDTH = "document.documentElement.scrollWidth"
+SLIDE = """[0, 100, 300].map((share) => {
+  document.getElementById("eps").value = share; document.getElementById("eps").dispatchEvent(new Event("input"));
+  return document.getElementById("size").textContent; })"""
 
 
 @pytest.mark.slow
@@ -33,10 +36,13 @@ def test_a_dropped_photograph_is_answered(predict: Predictor, digit: Callable[..
     script = DROP.replace("DATA", base64.b64encode(digit(0)).decode())
     with serving(predict, Place(port=0)) as server, browser.chromium(tmp_path / "profile") as devtools:
         for name, (width, height) in SIZES.items():
-            png, (found,) = browser.look(devtools, server.url, "Done.", width, height, WIDTH, script=script)
+            png, (found, words) = browser.look(
+                devtools, server.url, "Done.", width, height, WIDTH, SLIDE, script=script
+            )
             assert found <= width
+            assert ["proved" in words[0], *("an attack of this size" in word for word in words[1:])] == [True] * 3
             image = Image.open(BytesIO(png)).convert("RGB")
             assert image.size == (width, height)
             assert len(image.getcolors(2**24) or []) > 50  # the page shows the digit and its attack
             if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
-                image.quantize(64).save(Path(folder) / f"demo_{name}.png", optimize=True)
+                image.quantize(64).save(Path(folder) / f"serve_{name}.png", optimize=True)

@@ -42,6 +42,21 @@ def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_
     assert "NaN" not in (tmp_path / "certificate.json").read_text()
 
 
+def test_without_a_search_a_radius_is_the_largest_certified_eps(handover: Path, digits: Path, tmp_path: Path) -> None:
+    found = {}
+    for search in (True, False):
+        summary = stage.run(handover, data(digits), replace(SETTINGS, search_radii=search), tmp_path / str(search))
+        found[search] = pd.read_parquet(tmp_path / str(search) / "certificates.parquet")
+        assert summary["search_radii"] is search
+    searched, tested = found[True], found[False]
+    steps = np.array([0.0, *sorted(SETTINGS.grid)])
+    below = [steps[steps <= radius].max() for radius in searched["radius.lofast"]]
+    assert tested["radius.lofast"].tolist() == below
+    assert 0 < tested["radius.lofast"].max() < searched["radius.lofast"].max()
+    answers = [f"{word}.{eps:g}" for word in ("certified", "pgd") for eps in SETTINGS.grid]
+    pd.testing.assert_frame_equal(searched[answers], tested[answers])
+
+
 def test_the_share_of_content_attention_is_told(handover: Path, digits: Path, tmp_path: Path) -> None:
     summary = stage.run(handover, data(digits), SETTINGS, tmp_path)
     alone = zoo.without_content(zoo.handover.load(handover)[0])
