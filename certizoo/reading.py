@@ -1,4 +1,4 @@
-"""Samples that ranks have read of an epoch. It is in no package, so that checkpoints are read without importing torch."""
+"""Samples that ranks have read of an epoch; in no package, so that checkpoints are read without importing torch."""
 
 from typing import NamedTuple
 
