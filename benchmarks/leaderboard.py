@@ -1,9 +1,10 @@
-"""Our leaderboard entries, from the files of benchmarks/results: `python -m benchmarks.leaderboard`."""
+"""Our leaderboard entries and the table of weights, from benchmarks/results: `python -m benchmarks.leaderboard`."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import weights_table
 from benchmarks.record import RESULTS
 from certify.leaderboard.entry import Entry
 from certify.leaderboard.of_results import entry_of
@@ -74,5 +75,7 @@ def text(name: str) -> str:
 
 
 if __name__ == "__main__":
+    weights_table.TABLE.write_text(weights_table.text())
+    weights_table.entries.cache_clear()
     for name in OURS:
         (LEADERBOARD / f"{name}.json").write_text(text(name))

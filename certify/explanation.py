@@ -9,7 +9,6 @@ Letters: B images.
 """
 
 import re
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from certify.methods.lofast import LoFAST
 from certify.shared.breakdown import names
 from certify.shared.certificate import Breakdown, Certifier, Explained
 from certizoo.attacks.loop import probing
+from certizoo.memory import peak_memory
 from zoo.bounds.contracts import Layer
 from zoo.bounds.first_order import parts_of
 from zoo.bounds.rule_table import NoRule
@@ -117,13 +117,12 @@ def explain(
     analysis = made.analyse(images_BCHW, labels_B)
     radius_B = radius_of(analysis)
     seconds = (time.process_time() - start) / max(1, len(labels_B))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     assert isinstance(analysis, Explained)
     breakdown = analysis.breakdown(torch.where(radius_B > 0, radius_B, SMALL))
     rows = tuple(_rows(made, images_BCHW, breakdown, second))
     methods = FIRST if second else (*FIRST, *SECOND)
     auto = next(name for name in choices(AUTO, given, tuple(images_BCHW.shape[1:])) if name in methods)
-    return Explanation(rows, method, breakdown.quantity, radius_B, methods, auto, seconds, memory)
+    return Explanation(rows, method, breakdown.quantity, radius_B, methods, auto, seconds, peak_memory())
 
 
 def _answers(model: nn.Module, images_BCHW: Tensor) -> Tensor:

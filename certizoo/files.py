@@ -38,7 +38,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     part = path.with_name(path.name + ".part")
     try:
         yield part
-        with part.open("rb") as file:
+        with part.open("r+b") as file:  # Windows flushes only what may be written
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException as error:
@@ -62,7 +62,7 @@ def sha256(path: Path) -> str:
 
 def no_link(path: str, flags: int) -> int:
     """Open without following links (`open(..., opener=no_link)`): a link could lead to any file of the user."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has no such flag
 
 
 @contextmanager

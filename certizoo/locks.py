@@ -2,11 +2,10 @@
 
 The lock is a POSIX record lock of the kernel. It ends with the process that took it, is not inherited by forked
 processes (workers that outlive a killed parent hold nothing), and works on NFS. The kernel identifies it by process, so
-two writers within one process are kept apart here.
+two writers within one process are kept apart here. Windows, which has no record locks, gets those of `filelock`.
 """
 
 import errno
-import fcntl
 import os
 import socket
 import threading
@@ -17,8 +16,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from filelock import FileLock, Timeout
+
 from certizoo.errors import UserError
 from certizoo.files import no_link
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 PATIENCE = 0.05  # seconds
@@ -33,7 +39,8 @@ def _forget() -> None:
     _GUARD = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
@@ -66,11 +73,29 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
         yield False
         return
     try:
+        if fcntl is None:
+            with _by_filelock(path, wait) as free:
+                yield free
+            return
         # Closing any handle of the file would release the lock: there is one, and nobody reads the file elsewhere.
         with _opened(path) as file:
             yield _taken(file.fileno(), path, wait)
     finally:
         own.release()
+
+
+@contextmanager
+def _by_filelock(path: Path, wait: bool) -> Iterator[bool]:
+    lock = FileLock(path, blocking=wait)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def _opened(path: Path) -> BinaryIO:

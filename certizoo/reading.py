@@ -1,4 +1,4 @@
-"""Samples that ranks have read of an epoch; in no package, so that checkpoints are read without importing torch."""
+"""How ranks read an epoch, or a part of it: known to loaders and to checkpoints, and free of heavy imports."""
 
 from typing import NamedTuple
 

@@ -5,7 +5,6 @@ priority, then the environment variable MLFLOW_TRACKING_URI.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -231,7 +230,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Exclude other processes that lock the same folder; the system releases the lock of a dead process."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems have no locks: continue without
+        with suppress(OSError, ImportError):  # Windows and some network file systems have no such locks
+            import fcntl
+
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

@@ -76,3 +76,35 @@ def test_a_rank_loads_neither_mlflow_nor_pandas_nor_matplotlib() -> None:
     DeepSpeed's autotuner, which no rank runs, is the one that is told otherwise.
     """
     assert output(RANK).splitlines()[-2:] == ["['hydra']", "True False"]
+
+
+WITHOUT_POSIX = """
+import os, sys
+import certizoo.compat, hydra, multiprocessing.util, timm, torchvision, subprocess
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in ("register_at_fork", "fork", "getuid", "sched_getaffinity", "O_NOFOLLOW"):
+    delattr(os, name)
+import zoo, certify, certify.__main__, certify.photos.cli, certify.stage.cli, certizoo.shards
+from pathlib import Path
+from certizoo.locks import sole_writer
+from certizoo import UserError
+folder = Path(sys.argv[1])
+with sole_writer(folder, "rows", "wait"):
+    try:
+        with sole_writer(folder, "rows", "wait"):
+            raise SystemExit("two writers")
+    except UserError:
+        pass
+with sole_writer(folder, "rows", "wait"):
+    print("locked")
+"""
+
+
+def test_models_and_certificates_import_without_posix_and_locks_hold(tmp_path: Path) -> None:
+    """The modules and functions that Windows lacks are hidden once the libraries are loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_POSIX, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "locked\n"

@@ -31,7 +31,7 @@ PAGES = {
 }
 SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 KEPT = ("start", "leaderboard")
-DARK = "document.body.setAttribute('data-md-color-scheme', 'slate')"
+DARK = "document.body.setAttribute('data-md-color-scheme', 'slate')"  # as the button for it does
 # The number of elements that reach beyond the window, and are not in a part of the page that scrolls by itself.
 CUT = """[...document.querySelectorAll('article *')].filter((one) => {
   if (one.getBoundingClientRect().right <= innerWidth + 1 || !one.checkVisibility()) return false;

@@ -51,18 +51,18 @@ def picture(
 
     `seen` sets its localStorage, as of earlier visits. `script` runs once when the page is loaded.
     """
-    return asyncio.run(_look(devtools, url, words, seen, size, script, rest, ()))[0]
+    return asyncio.run(_look(devtools, url, words, seen, size, script, rest, (), "light"))[0]
 
 
 def look(
-    devtools: str, url: str, words: str, width: int, height: int, *questions: str, script: str = ""
+    devtools: str, url: str, words: str, width: int, height: int, *questions: str, script: str = "", mode: str = "light"
 ) -> tuple[bytes, list[Any]]:
     """Return (the page as PNG, answers to questions in JavaScript), once the page shows `words` in this window size.
 
-    `script` runs once when the page is loaded.
+    `script` runs once when the page is loaded. `mode`: the colours that the reader prefers, light or dark.
     """
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-    return asyncio.run(_look(devtools, url, words, {}, size, script, 1, questions))
+    return asyncio.run(_look(devtools, url, words, {}, size, script, 1, questions, mode))
 
 
 async def _look(
@@ -74,6 +74,7 @@ async def _look(
     script: str,
     rest: float,
     questions: Sequence[str],
+    mode: str,
 ) -> tuple[bytes, list[Any]]:
     async with aiohttp.ClientSession() as session, session.put(f"{devtools}/json/new") as answer:
         tab = await answer.json(content_type=None)
@@ -84,6 +85,8 @@ async def _look(
             )
             await _call(socket, "Page.addScriptToEvaluateOnNewDocument", source=remember)
             await _call(socket, "Emulation.setDeviceMetricsOverride", **size)
+            preferred = {"name": "prefers-color-scheme", "value": mode}
+            await _call(socket, "Emulation.setEmulatedMedia", features=[preferred])
             await _call(socket, "Page.enable")
             await _call(socket, "Page.bringToFront")  # a hidden page is not drawn
             await _call(socket, "Page.navigate", url=url)

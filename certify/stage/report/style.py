@@ -46,6 +46,10 @@ figure { margin: 0; }
 dl { display: grid; grid-template-columns: auto 1fr; gap: 0 .5rem; margin: .4rem 0 0; }
 dd { margin: 0; text-align: right; overflow-wrap: anywhere; }
 pre { background: var(--card); padding: .8rem; border-radius: .5rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+@media screen and (max-width: 600px) { main { padding: 1rem .8rem 3rem; } svg text { font-size: 19px; }
+  .wide table { font-size: .74rem; } .wide :is(th, td) { padding: .3rem .2rem; }
+  .wide th:first-child { overflow-wrap: normal; } main > table th:first-child { min-width: 5.2rem; }
+  .tiles { grid-template-columns: 1fr 1fr; } th, td { padding: .3rem; } td.bar { width: 30%; } }
 @media print { main { max-width: none; padding: 0; } figure, svg, tr, .tiles div { break-inside: avoid; }
   h2, h3 { break-after: avoid; } * { print-color-adjust: exact; } details { display: none; } }
 """

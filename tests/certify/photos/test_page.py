@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,13 @@ SLIDE = """[0, 100, 300].map((share) => {
 def test_a_dropped_photograph_is_answered(predict: Predictor, digit: Callable[..., bytes], tmp_path: Path) -> None:
     script = DROP.replace("DATA", base64.b64encode(digit(0)).decode())
     with serving(predict, Place(port=0)) as server, browser.chromium(tmp_path / "profile") as devtools:
-        for name, (width, height) in SIZES.items():
-            png, (found, words) = browser.look(
-                devtools, server.url, "Done.", width, height, WIDTH, SLIDE, script=script
-            )
+        for (name, (width, height)), mode in product(SIZES.items(), ("light", "dark")):
+            asked = (devtools, server.url, "Done.", width, height, WIDTH, SLIDE)
+            png, (found, words) = browser.look(*asked, script=script, mode=mode)
             assert found <= width
             assert ["proved" in words[0], *("an attack of this size" in word for word in words[1:])] == [True] * 3
             image = Image.open(BytesIO(png)).convert("RGB")
             assert image.size == (width, height)
             assert len(image.getcolors(2**24) or []) > 50  # the page shows the digit and its attack
             if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
-                image.quantize(64).save(Path(folder) / f"serve_{name}.png", optimize=True)
+                image.quantize(64).save(Path(folder) / f"serve_{name}_{mode}.png", optimize=True)

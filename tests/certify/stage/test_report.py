@@ -6,6 +6,7 @@ The breakdown of a loss adds up to the loss.
 import base64
 import io
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from certify.stage.report.charts import histogram
 from certizoo import shards
 from certizoo.attacks import AttackConfig
 from certizoo.config.compose import compose_config
+from tests.tools import browser
 from tests.tools.html_page import Page
 from tests.tools.small_models import THREE_HEADS
 from tests.tools.stage_runs import data
@@ -209,6 +211,28 @@ def test_a_browser_shows_it_and_runs_nothing(summary: dict[str, Any], rows: pd.D
     colours = Image.open(tmp_path / "page.png").convert("RGB").getcolors(2**24) or []
     share = {colour: count / (900 * 3000) for count, colour in colours}
     assert share.get((0, 114, 178), 0) > 0.01, "the histograms have no blue bars: the style sheet was not applied"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here (Debian: apt-get install chromium)")
+@pytest.mark.parametrize(("name", "size"), [("desktop", (1440, 900)), ("phone", (390, 844))])
+def test_it_fits_its_window(
+    name: str, size: tuple[int, int], summary: dict[str, Any], rows: pd.DataFrame, tmp_path: Path
+) -> None:
+    """No part reaches beyond the window, and no heading of a row is broken into letters."""
+    (tmp_path / "page.html").write_text(rendered(summary, rows, None))
+    width = "document.documentElement.scrollWidth"
+    tables = "[...document.querySelectorAll('table')].every((one) => one.scrollWidth <= one.parentElement.clientWidth)"
+    narrow = "Math.min(...[...document.querySelectorAll('th[scope=row]')].map((one) => one.clientWidth))"
+    with browser.chromium(tmp_path / "profile") as devtools:
+        for mode in ("light", "dark"):
+            page = (tmp_path / "page.html").as_uri()
+            png, found = browser.look(devtools, page, "certified", *size, width, tables, narrow, mode=mode)
+            assert found[:2] == [size[0], True]
+            assert found[2] >= 24
+            if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
+                image = Image.open(io.BytesIO(png)).convert("RGB")
+                image.quantize(64).save(Path(folder) / f"report_{name}_{mode}.png", optimize=True)
 
 
 def test_large_images_are_shrunk() -> None:

@@ -11,6 +11,7 @@ import torch
 import zoo
 from certify import certified_radius
 from certify.evaluation import run as evaluation
+from certify.photos.predict import Asked, Predictor
 from certify.rows.arguments import data_of
 from certify.stage import run as stage
 from certify.stage.substitutions import COLUMN, counter, nearest
@@ -111,3 +112,8 @@ def test_a_certificate_is_of_the_words_of_the_handover(handover: Path, root: Pat
     images = vars(data(root)) | {"kind": "images", "channels": 1}
     with pytest.raises(UserError, match=rf"data\.kind is images, but {NAME} takes text"):
         data_of({"data": images}, handover)
+
+
+def test_photographs_are_refused(handover: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a model of sentences, not of photographs"):
+        Predictor(handover, Asked(), tmp_path)

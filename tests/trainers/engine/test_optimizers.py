@@ -33,12 +33,12 @@ def test_ends_vectors_and_tables_are_left_to_adamw(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_layers_nearer_to_the_images_learn_slower(name: str) -> None:
-    """The head has the whole learning rate; in timm the last norm is a layer, and the stem is one with the first block."""
-    model = zoo.create_model("spec_vit_ti", **tiny_options("spec_vit_ti"))
+    """The head has the whole learning rate; in timm the last norm is a layer of its own."""
+    model = zoo.create_model("spec_vit_ti", **(tiny_options("spec_vit_ti") | {"depth": 2}))
     groups = make_optimizer(model, OptimizerConfig(name, LR, layer_decay=0.5)).param_groups
     scale = {id(weight): group["lr_scale"] for group in groups for weight in group["params"]}
     found = {key: scale[id(weight)] for key, weight in model.named_parameters()}
-    layers = ["head", "norm", "blocks.1", ""]
+    layers = ["head", "norm", "blocks.1", "blocks.0", ""]
     for key, value in found.items():
         layer = next(number for number, start in enumerate(layers) if key.startswith(start))
         assert value == 0.5**layer, key

@@ -32,7 +32,13 @@ CERTVIT = (
 )  # fmt: skip
 UNTIED = "model.attention={name:l2,tied:false}"  # no certificate has a rule for it
 
-TEXT = ("+model=lofast_text_l3_h4", "data=sst2", "train.batch_size=2", "certify.enabled=false")
+TEXT = (
+    "+model=lofast_text_l3_h4",
+    "data=sst2",
+    "train.batch_size=2",
+    "certify.enabled=false",
+    "registry.enabled=false",
+)
 LOOK = (*TINY, "certify.enabled=true", "certify.images=20", "train.certify_images=32")
 
 # rule -> (script, overrides, words of the refusal), on 2 ranks
@@ -124,7 +130,7 @@ CASES: dict[str, list[Case]] = {
     "text_has_objectives_of_logits": [
         ("adv_train", [*TEXT, "objective=trades"], "use objective=clean or pgd_at"),
         ("adv_train", [*TEXT, "deepspeed=zero3"], "use deepspeed=zero2 for text"),
-        ("adv_train", [*TEXT, "mix.mixup=1"], "set them to 0 or false for text"),
+        ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0 or false for text"),
     ],
     "lipschitz_objectives_suit_the_model": [("adv_train", [*TINY, "objective=gloro"], "use a model conv_")],
     "recomputing_finds_blocks": [("adv_train", [*CONV, "train.grad_checkpointing=true"], "recomputes blocks")],
