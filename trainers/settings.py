@@ -99,12 +99,14 @@ class OptimizerConfig(Section):
         lr: for `lr_batch` images a step (null: any number of them).
         lr_scaling: with the batch, "linear" (Goyal et al. 2017) or with its "root" (Krizhevsky 2014).
         decay_all: weight decay for biases, norms, positions and class token as well.
+        layer_decay: factor of the learning rate from each layer to the one before it (1: none).
     """
 
     name: Annotated[str, OneOf("adamw", "sgd", "muon")]
     lr: Positive
     weight_decay: NonNegative = 0.0
     decay_all: bool = False
+    layer_decay: Annotated[float, Gt(0), Le(1)] = 1.0
     lr_batch: Count | None = None
     lr_scaling: Annotated[str, OneOf("linear", "root")] = "linear"
     momentum: BelowOne = 0.9

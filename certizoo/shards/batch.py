@@ -11,7 +11,7 @@ from torch import Tensor
 
 from certizoo.images import Pixels
 from certizoo.shards import tokens
-from certizoo.shards.augment import augmentation, mix
+from certizoo.shards.augment import augmentation, erasing, mix
 from certizoo.shards.config import TEXT, DataConfig
 from certizoo.shards.fit import fit
 from certizoo.shards.kernels import write_planes
@@ -47,6 +47,8 @@ def train_view(config: DataConfig, seed: int, epoch: int) -> View:
     if config.kind == TEXT:
         return text_view(config)
     augment = augmentation(config.augment, config.img_size, config.interpolation)
+    if config.erase:
+        augment = erasing(augment, config.erase)
 
     def view(sample: Sample) -> Pixels:
         return augment(sample.pixels(config.channels), mix(seed, epoch, sample.key))

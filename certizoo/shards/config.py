@@ -30,6 +30,7 @@ class DataConfig(Section):
         channels, img_size: images leave the loaders as `channels` x `img_size` x `img_size`.
         kind: "images", or "text": sentences leave the loaders as the numbers of their first `img_size` tokens.
         tokenizer: the tokeniser of text; null takes NAME.tokenizer.json beside the shards.
+        erase: probability that a training image loses a rectangle (timm's RandomErasing, with black).
         interpolation: of training crops; evaluation always uses Pillow's bicubic resizing.
         workers: loader processes per rank.
         on_corrupt: "skip" lets training (never evaluation) skip at most `max_corrupt` samples.
@@ -51,6 +52,7 @@ class DataConfig(Section):
     kind: Annotated[str, OneOf("images", "text")] = "images"
     tokenizer: PathText | None = None
     augment: Annotated[str, OneOf("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug")] = "none"
+    erase: Annotated[float, Ge(0), Le(1)] = 0.0
     interpolation: Annotated[str, OneOf("bilinear", "bicubic")] = "bilinear"
     workers: Annotated[int, Ge(0), Le(512)] = 0
     on_corrupt: Annotated[str, OneOf("error", "skip")] = "error"

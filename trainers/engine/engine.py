@@ -259,7 +259,7 @@ class Engine:
             momentum: of this step, the first beta of AdamW; None keeps the optimiser's own.
         """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # optimizer.layer_decay
             if momentum is not None and "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif momentum is not None:

@@ -225,10 +225,16 @@ def _longer(then: object, now: object) -> bool:
     return isinstance(then, int) and (now is None or (isinstance(now, int) and now > then))
 
 
-def check_same_run(saved: Saved, now: Mapping[str, Any], run_dir: Path) -> None:
-    """Raise UserError naming the first key that differs. A run may become longer, and its ranks more or fewer."""
-    for key in sorted({*saved.fingerprint, *now} - {*grown(saved, now)}):
-        then, value = saved.fingerprint.get(key), now.get(key)
+def check_same_run(
+    saved: Saved, now: Mapping[str, Any], run_dir: Path, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Raise UserError naming the first key that differs. A run may become longer, and its ranks more or fewer.
+
+    A key that the version of the checkpoint did not have had its default.
+    """
+    given = {key: value for key, value in (defaults or {}).items() if key in now} | saved.fingerprint
+    for key in sorted({*given, *now} - {*grown(saved, now)}):
+        then, value = given.get(key), now.get(key)
         if then != value:
             fix = "give at least as many" if key in LENGTH else "resume with the same settings"
             raise UserError(

@@ -23,7 +23,7 @@ from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
 from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
-from trainers.job.keys import TrainerKeys
+from trainers.job.keys import TrainerKeys, defaults
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
     DeepSpeedConfig,
@@ -92,7 +92,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         certify_settings(job)
     check_compatibility(job, ranks.world_size())
     if job.saved is not None:
-        checkpoint.check_same_run(job.saved, job.fingerprint, job.run_dir)
+        checkpoint.check_same_run(job.saved, job.fingerprint, job.run_dir, defaults())
         checkpoint.check_position(job.saved, job.steps_per_epoch, job.total_steps, job.train.batch_size)
     return job
 

@@ -22,6 +22,7 @@ from torch import nn
 from certizoo import UserError
 from trainers.engine import engine, logs
 from trainers.engine.preempt import Request, Stopped, listening
+from trainers.engine.profile import profiled
 from trainers.engine.watchdog import Watchdog
 from trainers.engine.world import World
 from trainers.job import checkpoint
@@ -31,7 +32,6 @@ from trainers.ranks import said_once
 from trainers.settings import TrainConfig
 from trainers.steps import certify_probe, nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
-from trainers.steps.profile import profiled
 from trainers.steps.run import Run, assemble, batches_from
 from trainers.steps.step import Batch, NonFinite, train_step
 from trainers.weights import handover, saving
@@ -82,7 +82,8 @@ def train(job: Job, world: World) -> None:
         run.report.say("auto settings: " + ", ".join(job.auto_settings))
     position = resume(run, average)
     with run.report.shown(position.step), watchdog.watching():
-        with listening() as request, profiled(run) as tick:
+        recorded = 0 if world.rank else job.train.profile
+        with listening() as request, profiled(job.run_dir, recorded) as tick:
             session = Session(run, average, request, watchdog, tick)
             metrics = monitored(session, position.step, position.epoch - 1) if position.ends_epoch else None
             with closing(session.batches(position)) as batches:
