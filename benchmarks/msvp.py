@@ -4,8 +4,8 @@
     python -m benchmarks.msvp adv data.root=SHARDS     adversarial training, attacks of 8/255
 
 Trains configs/experiment/msvp_std.yaml or msvp_adv.yaml for each lambda (of W_Q, W_K and W_V) and seed, in runs/, and
-measures each run: accuracy under attack, the largest singular value of a head's weights, and radii in L2 by `adjoint`. A run
-is not trained again. Results, written after each run: benchmarks/results/msvp_TRACK.json and .md. The
+measures each run: accuracy under attack, the largest singular value of a head's weights, and radii in L2 by `adjoint`.
+An existing run is not trained again. Results, written after each run: benchmarks/results/msvp_TRACK.json and .md. The
 columns are those of SpecFormer's Tables 1 and 2 (https://arxiv.org/abs/2402.03317).
 """
 
