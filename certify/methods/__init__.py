@@ -18,6 +18,7 @@ from certify.shared.certificate import Certifier
 from certify.taylor.taylor import Taylor
 from certizoo.attacks.loop import probing
 from zoo.bounds.rule_table import NoRule, has_rules
+from zoo.models.sentences import embed_of
 
 Method = Callable[[nn.Module | Model, str | None, str], Certifier]
 
@@ -57,8 +58,9 @@ def choices(method: str, model: nn.Module | Model, shape: tuple[int, ...] | None
     if method != AUTO:
         return (method,)
     given = model.served if isinstance(model, Model) else model
-    weights = list(given.parameters()) if isinstance(given, nn.Module) else []  # the method refuses other objects
-    if sum(weight.numel() for weight in weights) < FEW and (not weights or has_rules(given)):
+    if not isinstance(given, nn.Module) or not (count := parameters(given)):  # which the method refuses
+        return ("best",)
+    if count < FEW and has_rules(given):
         return ("best",)
     shape = shape or image_shape(given)
     return ("adjoint", "lofast") if shape and products(given, shape) <= CHEAP else ("lofast",)
@@ -87,6 +89,13 @@ def named(method: str, model: nn.Module) -> str:
     """
     names = choices(method, model)
     return names[0] if len(names) == 1 else chosen(method, model, None, L2)[0]
+
+
+def parameters(model: nn.Module) -> int:
+    """Return the number of parameters of the certified function, which reads embedded sentences, not words."""
+    embed = embed_of(model)
+    words = 0 if embed is None else embed.words.numel()
+    return sum(weight.numel() for weight in model.parameters()) - words
 
 
 def image_shape(model: nn.Module) -> tuple[int, ...] | None:

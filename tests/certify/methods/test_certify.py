@@ -12,7 +12,7 @@ import zoo
 from certify import certified_radius, certify, evaluate, explain
 from certify.adjoint.adjoint import Adjoint
 from certify.api import TOLERANCE, certifier, radius_of
-from certify.methods import choices, image_shape, named
+from certify.methods import CHEAP, choices, image_shape, named, products
 from certify.methods.lofast import LoFAST
 from certify.methods.served import SERVED_METHODS
 from certify.shared.bake import bake, logit_difference
@@ -222,6 +222,8 @@ def test_auto_is_best_where_that_can_be_afforded() -> None:
     settings = Settings(served_dtype="float32")
     assert (settings.of(small).method, settings.of(large).method) == ("best", "lofast")
     middle = zoo.create_model("dp_vit_ti", img_size=32, patch_size=16)
+    words = zoo.create_model("lofast_text_l3_h4", vocabulary=2**15)
+    assert named("auto", words) == "best", "words are no part of the certified function"
     assert named("auto", middle) == "adjoint"
     assert choices("auto", nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), (3, 2, 2))[0] == "adjoint", "nets are wide"
     assert {"best", "adjoint", "lofast"} <= set(SERVED_METHODS), "which count rounding"
@@ -234,9 +236,10 @@ def test_auto_is_one_method_with_images_and_without(name: str) -> None:
     options = zoo.model_options(name)
     with torch.device("meta"):
         model = zoo.create_model(name)
-    assert image_shape(model) == (options["in_chans"], options["img_size"], options["img_size"])
+    shape = (options["in_chans"], options["img_size"], options["img_size"])
+    assert image_shape(model) == shape
     if name.startswith("conv_"):
-        assert "lofast" not in choices("auto", model)[:1]
+        assert (choices("auto", model)[0] == "adjoint") == (products(model, shape) <= CHEAP)
 
 
 @pytest.mark.slow

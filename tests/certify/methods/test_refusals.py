@@ -59,8 +59,12 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fault", mostly_slow(FAULTS, *list(FAULTS)[::4]))
+QUICK = list(FAULTS)[::4]
+CAPTURED = ("no normalisation", "unknown module")  # `linear` certifies the graph of such a model
+CASES = [(fault, method) for fault in FAULTS for method in METHODS if not (method == "linear" and fault in CAPTURED)]
+
+
+@pytest.mark.parametrize(("fault", "method"), mostly_slow(CASES, *(case for case in CASES if case[0] in QUICK)))
 def test_the_model_is_refused_in_one_line(fault: str, method: str) -> None:
     spoil, words = FAULTS[fault]
     model = small_model("standard", 0)
