@@ -20,7 +20,8 @@ from PIL import Image
 
 from benchmarks.record import record
 from certizoo import shards
-from certizoo.shards import DataConfig, Reading, ShardSet, manifest
+from certizoo.reading import Reading
+from certizoo.shards import DataConfig, ShardSet, manifest
 
 SAMPLES, BATCH, CLASSES = 1000, 64, 1000
 Figures = dict[str, float]

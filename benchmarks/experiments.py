@@ -27,6 +27,7 @@ import torch
 from torch import Generator, nn
 
 import zoo
+from benchmarks import sentences
 from benchmarks.record import RESULTS, record
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
@@ -50,7 +51,10 @@ Figures = dict[str, float]  # per cent, by column
 
 @dataclass(frozen=True)
 class Row:
-    """One of our models, its name in the paper, the paper's figures in per cent, and the row's other settings."""
+    """One of our models, its name in the paper, the paper's figures in per cent, and the row's other settings.
+
+    A paper that only draws curves has no figures.
+    """
 
     model: str
     method: str
@@ -111,17 +115,24 @@ def certified(run: Training, table: "Table") -> Figures:
     return {column: 100 * accuracy[column]["certified"] for column in table.columns}
 
 
+def of_sentences(run: Training, table: "Table") -> Figures:
+    """Return certified and attacked shares of the run's sentences."""
+    return sentences.figures(run.folder, DataConfig(**run.config["data"]))
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of a paper at reduced size.
 
     `columns` name the figures of a row, which `measure` computes on `images`; `script` is the trainer of all rows.
+    `draw` makes a picture of the rows.
     """
 
     source: str
     differs: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    draw: Callable[[Sequence[dict[str, Any]], Path], None] | None = None
     script: str = "adv_train"
     seeds: tuple[int, ...] = (0,)
     images: int = 1000
@@ -227,6 +238,21 @@ TABLES = {
         seeds=SEEDS,
         measure=certified,
     ),
+    "lofast_text": Table(
+        source="LoFAST, appendix D, Figure 5: transformers on SST-2, standard training, L2 balls of word embeddings",
+        differs="the paper states no training and draws curves only; embeddings lie in [0,1]; AdamW without weight "
+        "decay, 2 epochs of batch 256; PGD and the adjoint certificate are ours",
+        columns=sentences.COLUMNS,
+        rows=tuple(
+            Row(f"lofast_text_l{layers}_h{heads}", sentences.method(layers, heads, cap), (), sentences.options(cap))
+            for layers, heads, cap in sentences.GRID
+        ),
+        draw=sentences.draw,
+        script="std_train",
+        seeds=SEEDS,
+        images=200,
+        measure=of_sentences,
+    ),
 }
 
 
@@ -249,6 +275,8 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
             done = {"images": table.images, "runs": f"{len(ended)} of {len(runs)}", "rows": rows}
             record(f"experiments_{name}", facts | done)
             (RESULTS / f"experiments_{name}.md").write_text(markdown(table, rows))
+            if table.draw:
+                table.draw(rows, RESULTS / f"experiments_{name}.svg")
 
 
 def command(name: str, overrides: Sequence[str], at_once: int) -> str:
@@ -309,22 +337,27 @@ def summary(table: Table, row: Row, each: Sequence[Ended]) -> dict[str, Any]:
             column: round(statistics.stdev(values), 2) if len(each) > 1 else None for column, values in figures.items()
         },
         "seeds": [{column: round(value, 2) for column, value in one.figures.items()} for one in each],
-        "published": dict(zip(table.columns, row.published, strict=True)),
+        "published": dict(zip(table.columns, row.published, strict=bool(row.published))),
     }
 
 
 def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
-    """Format ours / published in each cell."""
-    head = ["method", "model", *(f"{column} ours / published %" for column in table.columns)]
+    """Format ours / published in each cell, or ours alone."""
+    versus = " ours / published" if any(row["published"] for row in rows) else ""
+    head = ["method", "model", *(f"{column}{versus} %" for column in table.columns)]
     lines = [f"{table.source}.", "", f"Ours differs: {table.differs}.", ""]
     lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        cells = [f"{_with_spread(row, column)} / {row['published'][column]:.2f}" for column in table.columns]
+        cells = [_with_spread(row, column) + _published(row, column) for column in table.columns]
         lines.append(f"| {' | '.join([row['method'], row['model'], *cells])} |")
     counts = sorted({len(row["seeds"]) for row in rows})
     seeds = "One seed" if counts == [1] else f"Mean and standard deviation of {' or '.join(map(str, counts))} seeds"
     points = 100 * 1.96 * math.sqrt(0.25 / table.images)
     return "\n".join([*lines, "", f"{table.images} test images: +-{points:.1f} points (95 %) at most. {seeds}.", ""])
+
+
+def _published(row: dict[str, Any], column: str) -> str:
+    return f" / {row['published'][column]:.2f}" if row["published"] else ""
 
 
 def _with_spread(row: dict[str, Any], column: str) -> str:

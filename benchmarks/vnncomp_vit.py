@@ -9,7 +9,11 @@ A net is read into our modules (benchmarks/vnncomp). Before anything is certifie
 onnxruntime on the file itself, at the centre of every box and near it. The certificate covers the ball in Linf around
 the centre that contains the box.
 
+With --decide SECONDS, a property is attacked, bounded by `linear` on the box itself, and split into parts until it is
+verified or refuted, or its time is over. An image that refutes it is of another class for onnxruntime as well.
+
     python -m benchmarks.vnncomp_vit FOLDER [--method best] [--instances 20] [--seconds 600] [--radii 5]
+    python -m benchmarks.vnncomp_vit FOLDER --decide 60 [--instances 20]
 """
 
 import argparse
@@ -29,15 +33,19 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from timm.layers import PatchEmbed
 from torch import Tensor
 
 from benchmarks.record import record
 from benchmarks.vnncomp import vit, vnnlib
 from benchmarks.vnncomp.contents import content
 from certify.api import certifier, radius_of
+from certify.linear.capture import program_of
+from certify.linear.steps import Box
+from certify.linear.verdict import PROVED, REFUTED, UNKNOWN, decide
 from certify.methods import METHODS
 from certify.shared.breakdown import FIRST_ORDER, averaged, columns
-from certify.shared.certificate import Analysis, Explained
+from certify.shared.certificate import Analysis, Explained, margins_of
 from certizoo import UserError
 from certizoo.errors import one_line_errors
 from zoo.models.vit import ViT
@@ -48,11 +56,11 @@ PUBLISHED = {
     "pgd_2_3_16": {"alpha-beta-CROWN": 42, "Marabou": 100},
     "ibp_3_3_8": {"alpha-beta-CROWN": 37, "Marabou": 100},
 }
-VERDICTS = ("verified", "unknown", "misclassified")
+VERDICTS = ("verified", "unknown", "misclassified", "refuted")
 EPS = 1 / 255
 FIRST = f"share.{FIRST_ORDER}"
 # Columns that are recorded
-COLUMNS = ("net", "instance", "verdict", "eps", "margin", "loss", "radius", "seconds", "failure")
+COLUMNS = ("net", "instance", "verdict", "eps", "margin", "loss", "radius", "parts", "seconds", "failure")
 MAX_INSTANCES = 1000
 LOGITS_OFF = 1e-5  # of ours from onnxruntime's float32
 OUTSIDE = 1e-6  # how far the centre of a box may lie outside [0,1] by rounding
@@ -77,11 +85,12 @@ class Instance:
 
 @dataclass(frozen=True)
 class Ball:
-    """An image (1, C, H, W) in [0,1] and a radius in Linf that contain the box of a property."""
+    """An image (1, C, H, W) in [0,1] and a radius in Linf that contain the box of a property, which comes with them."""
 
     image_1CHW: Tensor
     eps: float
     label: int
+    box: Box
 
 
 def instances(folder: Path) -> dict[str, list[Instance]]:
@@ -120,7 +129,7 @@ def ball(said: vnnlib.Property, model: ViT, shape: tuple[int, ...], name: str) -
         raise UserError(f"{name} has a box that is not within [0,1]; give one of pixels in [0,1]")
     middle = middle.clamp(0, 1)
     eps = float(torch.maximum(upper - middle, middle - lower).max()) * (1 + OUT) + OUT
-    return Ball(middle[None], eps, said.label)
+    return Ball(middle[None], eps, said.label, Box(lower[None] - OUT, upper[None] + OUT))
 
 
 def onnxruntime_logits(net: bytes, inputs: NDArray[np.float32], name: str) -> NDArray[np.float32]:
@@ -167,14 +176,38 @@ def answer(analysis: Analysis, eps: float) -> dict[str, Any]:
     }
 
 
+def decided(model: ViT, net: bytes, around: Ball, seconds: float) -> Row:
+    """Return the row of one property, decided within these seconds of the process's own time."""
+    start = time.process_time()
+    program = program_of(model, tuple(around.image_1CHW.shape[1:]))
+    with torch.no_grad():
+        margin = float(margins_of(model(around.image_1CHW), torch.tensor([around.label])).min())
+    found = decide(model, program, around.box, around.label, seconds, time.process_time)
+    verdict = {PROVED: "verified", REFUTED: "refuted", UNKNOWN: "unknown"}[found.answer]
+    if found.image is not None:
+        inputs = model.normalize(found.image).float().numpy()
+        theirs = onnxruntime_logits(net, inputs, "the net")[0]
+        verdict = "refuted" if theirs.argmax() != around.label else "unknown"
+    spent = round(time.process_time() - start, 3)
+    return {"verdict": verdict, "eps": around.eps, "margin": float(f"{margin:.6g}"), "loss": None,
+            "parts": found.parts, "seconds": spent, "failure": 0.0}  # fmt: skip
+
+
 def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> Iterator[Row]:
     """Iterate over one row per instance of a net, until its time is over."""
     net = content(folder, listed[0].net)
     model = vit.read(net)
-    shape = (model.get_parameter("patch_embed.proj.weight").shape[1], *model.patch_embed.img_size)
+    assert isinstance(model.patch_embed, PatchEmbed), "its reader makes no other"
+    shape = (model.patch_embed.proj.weight.shape[1], *model.patch_embed.img_size)
     balls = [ball(vnnlib.parse(content(folder, one.said), one.said), model, shape, one.said) for one in listed]
     compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
     begun, radii = time.monotonic(), given.radii
+    if given.decide is not None:
+        for one, around in zip(listed, balls, strict=True):
+            if time.monotonic() - begun > given.seconds:
+                return
+            yield {"net": Path(one.net).stem, "instance": one.name, **decided(model, net, around, given.decide)}
+        return
     prover = certifier(model, given.method, given.nonce, "linf")
     for one, around in zip(listed, balls, strict=True):
         if time.monotonic() - begun > given.seconds:
@@ -245,6 +278,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--radii", type=int, default=0, metavar="N", help="find the certified radius of N undecided instances a net"
     )
+    parser.add_argument(
+        "--decide",
+        type=float,
+        metavar="SECONDS",
+        help="verify or refute each property within these seconds of CPU time",
+    )
     parser.add_argument("--nonce", help="nonce of the result to reproduce")
     parser.add_argument("--record", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
@@ -261,7 +300,9 @@ def main() -> None:
     show(found)
     if given.record:
         kept = [{key: row[key] for key in COLUMNS if key in row} for row in rows]
-        record(given.record, {"method": given.method, "norm": "linf", "nets": found, "rows": kept})
+        method = given.method if given.decide is None else "linear"
+        facts = {"method": method, "limit": given.decide, "norm": "linf", "nets": found, "rows": kept}
+        record(given.record, facts)
 
 
 if __name__ == "__main__":

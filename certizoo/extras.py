@@ -16,6 +16,9 @@ EXTRAS = {
     "ray": "tune",
     "sklearn": "evaluate",
     "sqlalchemy": "registry",
+    "tensorboard": "log",
+    "tokenizers": "evaluate",
+    "wandb": "log",
     "webdataset": "evaluate",
 }
 

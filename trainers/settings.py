@@ -1,10 +1,12 @@
 """The sections of a trainer's configuration: types and ranges of the keys, and rules that join two of them."""
 
+import importlib.util
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from certizoo import UserError
 from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
+from certizoo.extras import advice
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 InsideOne = Annotated[float, Gt(0), Lt(1)]
@@ -26,6 +28,8 @@ class TrainKeys(Section):
         certify_images: number of images that are certified and attacked at the end of every certify_every-th epoch, the
             last of the test set (0: none), at the radii certify_eps (None: certify.headline_eps), for about
             certify_seconds.
+        log_to: where the rows go, beside the run folder and MLflow (registry.enabled).
+        profile: number of steps of which rank 0 writes a trace.
     """
 
     epochs: Count
@@ -44,6 +48,8 @@ class TrainKeys(Section):
     certify_eps: list[Positive] | None = None
     certify_seconds: Positive = 60.0
     log_every: Count = 10
+    log_to: tuple[Annotated[str, OneOf("tensorboard", "wandb")], ...] = ()
+    profile: Whole = 0
     checkpoint_every: Whole = 500
     checkpoint_epochs: Count = 1
     keep_checkpoints: Count = 2
@@ -53,6 +59,11 @@ class TrainKeys(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for library in self.log_to:
+            require(
+                importlib.util.find_spec(library) is not None,
+                f"train.log_to: {library} is not installed; {advice(library)}",
+            )
         radii = {f"{eps:g}" for eps in self.certify_eps or ()}
         require(
             self.certify_eps is None or 0 < len(radii) == len(self.certify_eps),
@@ -88,12 +99,14 @@ class OptimizerConfig(Section):
         lr: for `lr_batch` images a step (null: any number of them).
         lr_scaling: with the batch, "linear" (Goyal et al. 2017) or with its "root" (Krizhevsky 2014).
         decay_all: weight decay for biases, norms, positions and class token as well.
+        layer_decay: factor of the learning rate from each layer to the one before it (1: none).
     """
 
     name: Annotated[str, OneOf("adamw", "sgd", "muon")]
     lr: Positive
     weight_decay: NonNegative = 0.0
     decay_all: bool = False
+    layer_decay: Annotated[float, Gt(0), Le(1)] = 1.0
     lr_batch: Count | None = None
     lr_scaling: Annotated[str, OneOf("linear", "root")] = "linear"
     momentum: BelowOne = 0.9

@@ -1,5 +1,7 @@
 """The hand-over folder, the result of training: `model.safetensors` (float32) and `config.yaml`; no pickle.
 
+That of a text model also holds its `tokenizer.json`.
+
 It may be untrusted. The config is bounded, names no weights other than those in the same folder, and gets no more
 memory than these fill: its model is first built on the meta device and compared with the header of the file.
 """
@@ -21,6 +23,7 @@ from zoo.weights.table import CONFIG, WEIGHTS
 
 MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are not weights
 RUN_FOLDER = "handover"  # of a run, runs/NAME
+TOKENIZER = "tokenizer.json"  # of a text model: the words that its embeddings stand for
 Shapes = dict[str, tuple[int, ...]]
 
 

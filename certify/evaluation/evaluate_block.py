@@ -28,6 +28,7 @@ from certify.shared.ball import L2
 from certizoo.attacks.attack import Attack
 from certizoo.attacks.losses import margin
 from certizoo.attacks.norms import distance
+from zoo.models.sentences import by_length
 
 
 class EvaluateBlock:
@@ -59,7 +60,7 @@ class EvaluateBlock:
         self.attacks = {name: attack_of(name, said, self.model, *shape) for name, said in settings.attacks.items()}
 
     def __call__(self, block: Batch) -> list[Row]:
-        """Return one row per image.
+        """Return one row per image. Sentences of one length are evaluated together.
 
         Columns: {key, label, prediction, correct, margin}; with a method {radius.<method>, failure, seconds.certify};
         for every attack {survives.<name>, l2.<name>: the distance of the point that fools, None if none does,
@@ -68,7 +69,12 @@ class EvaluateBlock:
 
         Raises UnsoundCertificate if an attack fools within a certified radius; its image is then in OUT/refuted.
         """
-        keys, images, labels = block[0], block[1].to(self.device), block[2].to(self.device)
+        keys, given, labels = block[0], block[1].to(self.device), block[2].to(self.device)
+        parts = by_length(self.model, keys, given, labels)
+        rows = {row["key"]: row for part in parts for row in self._rows(*part)}
+        return [rows[key] for key in keys]
+
+    def _rows(self, keys: list[str], images: Tensor, labels: Tensor) -> list[Row]:
         logits = torch.cat([self.model(x) for x in self._split(images)])
         correct = logits.argmax(1) == labels
         columns: dict[str, list[object]] = {

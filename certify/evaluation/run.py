@@ -29,6 +29,7 @@ from certify.rows.summary import Summary, chances, image_facts, model_facts, sub
 from certizoo import UserError, shards
 from certizoo.documents import read_json
 from certizoo.files import write_whole
+from zoo.models.sentences import by_length
 
 ROWS, EVALUATION, CHECKS = "evaluation.jsonl", "evaluation.json", "checks.json"
 TABLE, CSV, CARD, BARS = "evaluation.parquet", "evaluation.csv", "evaluation.md", "evaluation.png"
@@ -118,16 +119,20 @@ def _flags(own: EvaluateBlock, listed: images.ImageList, asked: Summary, path: P
 
 
 def _correct(own: EvaluateBlock, listed: images.ImageList, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first `count` images that the model classifies correctly, and their labels."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for _, images_BCHW, labels in listed.batches():
-        x, y = images_BCHW.to(own.device), labels.to(own.device)
-        correct = own.model(x).argmax(1) == y
-        found.append((x[correct], y[correct]))
-        if sum(len(part) for _, part in found) >= count:
+    """Return the first `count` correctly classified images, or sentences of one length, and their labels."""
+    found: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+    for keys, images_BCHW, labels in listed.batches():
+        for _, x, y in by_length(own.model, keys, images_BCHW.to(own.device), labels.to(own.device)):
+            correct = own.model(x).argmax(1) == y
+            found.setdefault(x.shape[1:], []).append((x[correct], y[correct]))
+        if max(map(_held, found.values())) >= count:
             break
-    x, y = (torch.cat(parts)[:count] for parts in zip(*found, strict=True))
+    x, y = (torch.cat(parts)[:count] for parts in zip(*max(found.values(), key=_held), strict=True))
     return x, y
+
+
+def _held(parts: list[tuple[Tensor, Tensor]]) -> int:
+    return sum(len(x) for x, _ in parts)
 
 
 def _summary(table: pd.DataFrame, subject: Summary, own: EvaluateBlock, flags: list[checks.Flag]) -> Summary:

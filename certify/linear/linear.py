@@ -3,6 +3,7 @@
     m_j(x') >= <a_j, x'> + b_j - rounding     for all x' of the ball, with a_j, b_j from one backward pass for m_j
 
 The loss of rival j is m_j minus the least value of that bound. At eps = 0 it is the rounding of the model's answer.
+Where a loss is hardly above its margin, slopes and planes are chosen for this margin (tuned.py).
 
 Letters: B images, J classes, y the label, I some of the images.
 """
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from certify.linear.backward import Bounds, lowest
 from certify.linear.capture import program_of
 from certify.linear.program import Program
+from certify.linear.tuned import tuned
 from certify.shared.bake import Model, model_of
 from certify.shared.ball import L2, Ball, known
 from certify.shared.certificate import Certificate, Clean, checked, decide, per_image, same_function
 from zoo.bounds.first_order import trunk
 
 TOGETHER = 4  # images bounded at once
+NEAR = 0.3  # the best slopes are searched for losses above a margin by less than this share of it
 
 
 class LinearAnalysis:
@@ -52,8 +55,12 @@ class LinearAnalysis:
         margin_IJ, label_I = self.clean.margin_BJ[index_I], self.clean.label_B[index_I]
         identity = torch.eye(margin_IJ.shape[1], dtype=margin_IJ.dtype, device=margin_IJ.device)
         rows_IJJ = identity[label_I].unsqueeze(1) - identity  # the label's own is 0
-        bounds = Bounds.on(self._program, self._x[index_I].unsqueeze(1), eps_I, self.ball)
-        loss_IJ = margin_IJ - lowest(bounds, rows_IJJ)
+        bounds = Bounds.on_balls(self._program, self._x[index_I].unsqueeze(1), eps_I, self.ball)
+        low_IJ = lowest(bounds, rows_IJJ)
+        near_I = ((low_IJ <= 0) & (rows_IJJ != 0).any(-1) & (low_IJ > -NEAR * margin_IJ)).any(1)
+        if bool(near_I.any()):
+            low_IJ = torch.maximum(low_IJ, torch.where(near_I[:, None], tuned(bounds, rows_IJJ, 0.0), -torch.inf))
+        loss_IJ = margin_IJ - low_IJ
         return loss_IJ.scatter(1, label_I[:, None], 0.0)
 
 

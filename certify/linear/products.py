@@ -8,6 +8,11 @@ which is the mean of the two planes of the envelope, from either side. Where x a
 through their lower ends serve better, because the weights above these share what is left of their sum 1:
 
     x_l y + (x - x_l) y_l  <=  x y  <=  x_l y + (x - x_l) y_u
+
+With the planes through the upper end of x and any share s of the first,
+
+    x y  >=  s (x_l y + (x - x_l) y_l) + (1 - s) (x_u y + (x - x_u) y_u)
+    x y  <=  s (x_l y + (x - x_l) y_u) + (1 - s) (x_u y + (x - x_u) y_l)
 """
 
 from collections.abc import Callable
@@ -17,8 +22,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
+from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
 from zoo.arithmetic import OUT, gamma
+
+MOST = 2**20  # free shares of one product
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,49 @@ class Envelope:
     times: Callable[[Tensor, Tensor], Tensor]
     matrices: bool
     terms: int
+    share: float = 0.5
 
     @cached_property
     def _size(self) -> Tensor:
         return 4 * self.times(self.x.size, self.y.size)
 
+    def free(self, batch: int, rows: int) -> Free:
+        """Return the shares s, one of every product of two numbers."""
+        x, y = self.x.lower, self.y.lower
+        shape = (*x.shape, y.shape[-1]) if self.matrices else x.shape
+        shape = torch.Size((batch, rows, *shape[1:]))
+        return () if shape.numel() > MOST else (x.new_full(shape, self.share),)
+
+    def by_shares(self, a: Tensor, s: Tensor) -> Back:
+        """Return the bound with both planes mixed by the shares (B, R, ...)."""
+        (x_l, x_u), (y_l, y_u) = ((box.lower.unsqueeze(1), box.upper.unsqueeze(1)) for box in (self.x, self.y))
+        above, below = a.clamp(min=0), a.clamp(max=0)
+        if self.matrices:
+            part_x, part_y = above @ y_u.mT + below @ y_l.mT, x_u.mT @ a
+            x_l, x_u, y_l, y_u = x_l.unsqueeze(-1), x_u.unsqueeze(-1), y_l.unsqueeze(-3), y_u.unsqueeze(-3)
+            above, below, axes = above.unsqueeze(-2), below.unsqueeze(-2), (-1, -3)
+        else:
+            part_x, part_y, axes = above * y_u + below * y_l, a * x_u, ()
+        first, last = s * above, s * below
+        less_x, less_y = (first - last) * (y_u - y_l), (first + last) * (x_u - x_l)
+        if axes:
+            less_x, less_y = less_x.sum(axes[0]), less_y.sum(axes[1])
+        const = inner_of_rows(first, x_u * y_u - x_l * y_l) + inner_of_rows(last, x_u * y_l - x_l * y_u)
+        const = const - inner(a.clamp(min=0), self._ends[0]) - inner(a.clamp(max=0), self._ends[1])
+        return Back(
+            (part_x - less_x, part_y - less_y), const, rounding_of(a, 3 * self._size, 4 * self.terms + s[0, 0].numel())
+        )
+
+    @cached_property
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        return self.times(self.x.upper, self.y.upper), self.times(self.x.upper, self.y.lower)
+
 
 @dataclass(frozen=True)
 class MeanPlanes(Envelope):
     """The means of both planes on either side."""
+
+    share: float = 0.5
 
     @cached_property
     def _middle(self) -> tuple[Tensor, Tensor]:
@@ -86,7 +127,9 @@ class MeanPlanes(Envelope):
         rest = self.times(self.x.reach, self.y.reach) * (1 + gamma(self.terms + 4)) * OUT
         return self.times(self.x.centre, self.y.centre), rest
 
-    def back(self, a: Tensor) -> Back:
+    def back(self, a: Tensor, free: Free = ()) -> Back:
+        if free:
+            return self.by_shares(a, *free)
         c_x, c_y = self.x.centre.unsqueeze(1), self.y.centre.unsqueeze(1)
         middle, rest = self._middle
         parts = (a @ c_y.mT, c_x.mT @ a) if self.matrices else (a * c_y, a * c_x)
@@ -97,11 +140,15 @@ class MeanPlanes(Envelope):
 class LowPlanes(Envelope):
     """The planes through the lower end of x."""
 
+    share: float = 1.0
+
     @cached_property
     def _corners(self) -> tuple[Tensor, Tensor]:
         return self.times(self.x.lower, self.y.lower), self.times(self.x.lower, self.y.upper)
 
-    def back(self, a: Tensor) -> Back:
+    def back(self, a: Tensor, free: Free = ()) -> Back:
+        if free:
+            return self.by_shares(a, *free)
         x_lower, y_lower, y_upper = (end.unsqueeze(1) for end in (self.x.lower, self.y.lower, self.y.upper))
         above, below = a.clamp(min=0), a.clamp(max=0)
         parts = (

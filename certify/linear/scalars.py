@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
+from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
 from zoo.arithmetic import OUT, U
 
 PARTS = 32  # of an interval on which f is curved
@@ -48,22 +48,59 @@ class Convex:
 
 @dataclass(frozen=True)
 class Lines:
-    """Both lines of every entry, (B, *shape), and the size of their terms."""
+    """Both lines of every entry, (B, *shape); without curvature, the points on which the shift of any slope depends."""
 
     lower: tuple[Tensor, Tensor]
     upper: tuple[Tensor, Tensor]
     box: Box
+    grid: "Grid | None" = None
 
     @cached_property
     def size(self) -> Tensor:
         (a, b), (c, d) = self.lower, self.upper
         return torch.maximum(a.abs(), c.abs()) * self.box.size + torch.maximum(b.abs(), d.abs())
 
-    def back(self, a: Tensor) -> Back:
+    def free(self, batch: int, rows: int) -> Free:
+        """Return the place of both slopes within those of f."""
+        if self.grid is None:
+            return ()
+        least, most = self.grid.slopes
+        places = [(line[0] - least) / (most - least) for line in (self.lower, self.upper)]
+        return tuple(place.unsqueeze(1).expand(batch, rows, *place.shape[1:]).clone() for place in places)
+
+    def back(self, a: Tensor, free: Free = ()) -> Back:
+        if self.grid is not None and free:
+            slope, shift = self.grid.line(a, *free)
+            return Back((a * slope,), inner_of_rows(a, shift), rounding_of(a, self.grid.size, 2))
         above, below = a.clamp(min=0), a.clamp(max=0)
         (slope, shift), (slope_u, shift_u) = self.lower, self.upper
         part = above * slope.unsqueeze(1) + below * slope_u.unsqueeze(1)
         return Back((part,), inner(above, shift) + inner(below, shift_u), rounding_of(a, self.size, 0))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ends and kinks z_k, f(z_k), the rounding of both, (B, *shape [, K]), and the range of the slopes."""
+
+    z: Tensor
+    y: Tensor
+    off: Tensor
+    slopes: tuple[float, float]
+
+    def line(self, a: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Return slopes and shifts of lines below f where a >= 0 and above it elsewhere, (B, R, *shape)."""
+        least, most = self.slopes
+        below = a >= 0
+        slope = least + (most - least) * torch.where(below, low, high)
+        rest = self.y.unsqueeze(1) - slope.unsqueeze(-1) * self.z.unsqueeze(1)
+        off = self.off.unsqueeze(1)
+        return slope, torch.where(below, rest.amin(-1) - off, rest.amax(-1) + off)
+
+    @cached_property
+    def size(self) -> Tensor:
+        """Above the sum of the moduli of a line's terms."""
+        steep = max(map(abs, self.slopes))
+        return 2 * steep * self.z.abs().amax(-1) + self.y.abs().amax(-1) + self.off
 
 
 @dataclass(frozen=True)
@@ -125,7 +162,7 @@ def _lines(f: Scalar, box: Box) -> Lines:
     below = [_shifted(z, y, off, slope) for slope in (chord, least_l, most_u, tangent)]
     above = [_shifted(z, -y, off, -slope) for slope in (chord, most_l, least_u, tangent)]
     (a, b), (c, d) = _best(below), _best(above)
-    return Lines((a, b), (-c, -d), box)
+    return Lines((a, b), (-c, -d), box, None if f.curvature else Grid(z, y, off, f.slopes))
 
 
 def _slopes(run: Tensor, rise: Tensor, within: tuple[float, float]) -> tuple[Tensor, Tensor]:

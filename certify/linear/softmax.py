@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Shape, inner, rounding_of
+from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, rounding_of
 from zoo.arithmetic import OUT, U, gamma
 
 
@@ -75,8 +75,13 @@ class Planes:
         steep = torch.maximum(slope.abs(), slope_u.abs())
         return torch.maximum(at.abs(), at_u.abs()) + (steep @ far).squeeze(-1) + 1
 
-    def back(self, a: Tensor) -> Back:
-        n, count = a.shape[-1], len(a)
+    def free(self, batch: int, rows: int) -> Free:
+        """Return the place of c around the best of three, by rows of scores."""
+        shape = (batch, rows, self.box.lower[0, ..., 0].numel(), 1)
+        return (self.box.lower.new_full(shape, 0.5),)
+
+    def back(self, a: Tensor, free: Free = ()) -> Back:
+        n, count = a.shape[-1], len(self.box.lower)
         rows = a.reshape(*a.shape[:2], -1, n).transpose(1, 2)  # (B, L, R, N), L rows of scores: a matrix product each
         at, at_u, reach = (t.reshape(count, -1, n) for t in (self.lower[0], self.upper[0], self.box.reach))
         slope, slope_u = (t.reshape(count, -1, n, n) for t in (self.lower[1], self.upper[1]))
@@ -98,6 +103,11 @@ class Planes:
                 (above * (at - at_u) + (rows - mean) * at_u).sum(-1, True),
             ),
         )
+        if free:
+            c = c.detach() + (2 * free[0].transpose(1, 2) - 1) * (high - low)
+            above = (rows - c).clamp(min=0)
+            part = by_upper - c * most + above @ (slope - slope_u)
+            const = (above * (at - at_u) + (rows - c) * at_u).sum(-1, True)
         part = part.transpose(1, 2).reshape(a.shape)
         total = (const + c).sum((1, 3)) - inner(part, self.box.centre)
         moduli = (rows.abs() + c.abs()).transpose(1, 2)

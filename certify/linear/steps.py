@@ -22,6 +22,7 @@ from zoo.arithmetic import OUT, U, gamma
 
 Shape = tuple[int, ...]
 Pull = Callable[[Tensor], tuple[Tensor, ...]]
+Free = tuple[Tensor, ...]  # parameters (B, R, ...) in [0,1] of an enclosure, which holds for any
 TINY = 1e-290  # above what underflow loses
 
 
@@ -62,7 +63,11 @@ class Back:
 class Relaxed(Protocol):
     """A step enclosed on given boxes."""
 
-    def back(self, a: Tensor) -> Back:
+    def free(self, batch: int, rows: int) -> Free:
+        """Return where the search for the best parameters begins; () if there are none."""
+        ...
+
+    def back(self, a: Tensor, free: Free = ()) -> Back:
         """Return a lower bound of the functionals a (B, R, *shape)."""
         ...
 
@@ -97,6 +102,11 @@ class Step(Protocol):
 def inner(a: Tensor, v: Tensor) -> Tensor:
     """Return <a, v> of (B, R, *shape) and (B, *shape): (B, R)."""
     return (a.flatten(2) @ v.flatten(1).unsqueeze(-1)).squeeze(-1)
+
+
+def inner_of_rows(a: Tensor, v: Tensor) -> Tensor:
+    """Return <a, v> of two tensors (B, R, *shape): (B, R)."""
+    return (a * v).flatten(2).sum(-1)
 
 
 def rounding_of(a: Tensor, size: Tensor, terms: int) -> Tensor:
@@ -169,7 +179,10 @@ class Pulled:
     size: Tensor | None
     terms: int
 
-    def back(self, a: Tensor) -> Back:
+    def free(self, batch: int, rows: int) -> Free:
+        return ()
+
+    def back(self, a: Tensor, free: Free = ()) -> Back:
         parts = tuple(part.view(*a.shape[:2], *part.shape[1:]) for part in self.pull(a.flatten(0, 1)))
         none = a.new_zeros(a.shape[:2])
         const = none if self.constant is None else inner(a, self.constant[None])

@@ -21,6 +21,7 @@ from certify.rows.intervals import NAMES, radius_in
 from certify.shared.bake import logit_differences
 from certify.shared.ball import known
 from certify.shared.certificate import Certifier
+from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.norms import distance
 from certizoo.config.schema import Ge, Le, Section, Text
@@ -133,6 +134,8 @@ class Predictor:
         self.model, config = zoo.handover.load(handover)
         self.model.to(self.device)
         options = config["model"]
+        if "vocabulary" in options:
+            raise UserError(f"{options['name']} is a model of sentences, not of photographs; run python -m certify")
         self.channels, self.size = options["in_chans"], options["img_size"]
         self.title = f"{options['name']} ({(config.get('data') or {}).get('name', 'unknown data')})"
         self.names = names_of((config.get("data") or {}).get("name", ""), options["num_classes"])

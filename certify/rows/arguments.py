@@ -1,6 +1,6 @@
 """The keys that all commands share: `handover` or `version`, `data`, `out`, and those of settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ from certify.rows.images import Share
 from certizoo import UserError
 from certizoo.config.schema import PathText, Section, hints, section_of
 from certizoo.shards import DataConfig, config_of, from_elsewhere, require_fit
+from certizoo.shards.config import TEXT
 
 Config = dict[str, Any]
 S = TypeVar("S", bound=Section)
@@ -65,7 +66,7 @@ def data_of(config: Config, handover: Path) -> DataConfig:
     else:
         data = from_elsewhere(said.get("data"), f"the config of {handover}", trusted=config["trust_data"])
     require_fit(data, said["model"])
-    return data
+    return replace(data, tokenizer=str(handover / zoo.handover.TOKENIZER)) if data.kind == TEXT else data
 
 
 def share_of(config: Config) -> Share:

@@ -8,6 +8,8 @@ from certify.rows.row_schema import Listed
 from certify.rows.workers import Batch
 from certizoo import UserError, shards
 from certizoo.config.schema import FilePath, Section, Whole
+from certizoo.files import sha256
+from certizoo.shards.config import TEXT
 from certizoo.shards.sets import listing_of, warn_of_empty_classes
 
 
@@ -70,7 +72,7 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
         raise UserError(f"first={first}: {data.root} has {test.samples} test images; lower it")
     warn_of_empty_classes(test, data.root)
     found: dict[str, int] = {}
-    content = hashlib.sha256(f"{data.channels} x {data.img_size}\n".encode())
+    content = hashlib.sha256(f"{_read_as(data)}\n".encode())
     for sample in shards.eval_samples(test, data, first=first, limit=count):
         if sample.key in found:
             raise UserError(f"{data.root}: two samples have the key {sample.key}; write the shards again")
@@ -79,6 +81,13 @@ def image_list(data: shards.DataConfig, count: int | None, batch_size: int, firs
         content.update(sample.image)
     images = tuple(Listed(key, label) for key, label in found.items())
     return ImageList(test, data, first, batch_size, images, content.hexdigest())
+
+
+def _read_as(data: shards.DataConfig) -> str:
+    """Return what determines the model's input besides keys, labels and files: the image's size, or the tokeniser."""
+    if data.kind == TEXT:
+        return f"{data.img_size} tokens of {sha256(data.tokens)}"
+    return f"{data.channels} x {data.img_size}"
 
 
 def digest(keys: Iterable[str]) -> str:

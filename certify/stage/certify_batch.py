@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import zoo
 from certify.methods.served import certifier_of
@@ -11,8 +12,10 @@ from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
 from certify.shared.bake import COARSE, LOGIT_TOLERANCE, logit_differences
+from certify.stage import substitutions
 from certify.stage.outcomes import POSITION_ONLY, rows_of
 from certify.stage.settings import Settings
+from zoo.models.sentences import by_length
 
 
 class CertifyBatch:
@@ -22,6 +25,7 @@ class CertifyBatch:
         self.device = device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
+        self.embedding, self.substitutions = self.model, substitutions.counter(self.model)
         self.positional = zoo.without_content(self.model)
         self.settings = settings = settings.of(self.model)
         options = zoo.model_options(**self.config["model"])
@@ -35,9 +39,19 @@ class CertifyBatch:
         """Return the rows of `outcomes.rows_of`, with two further columns.
 
         They are the largest difference between served and certified logits of each image, and whether the image is
-        classified correctly by positions alone.
+        classified correctly by positions alone. Sentences of one length are certified together, and have a further
+        column, the share of substitutions that the radius covers.
         """
-        keys, images, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
+        keys, given, labels = batch[0], batch[1].to(self.device), batch[2].to(self.device)
+        parts = by_length(self.embedding, keys, given, labels)
+        rows = {row["key"]: row for part in parts for row in self._rows(*part)}
+        if self.substitutions is not None:
+            for key, numbers in zip(keys, batch[1].tolist(), strict=True):
+                radius = rows[key][f"radius.{self.settings.method}"]
+                rows[key][substitutions.COLUMN] = self.substitutions(numbers, radius)
+        return [rows[key] for key in keys]
+
+    def _rows(self, keys: list[str], images: Tensor, labels: Tensor) -> list[Row]:
         tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
         differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
         rows = rows_of(

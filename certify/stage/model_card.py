@@ -102,6 +102,12 @@ def _model(summary: Summary) -> list[str]:
 
 
 def _use(summary: Summary) -> str:
+    if "vocabulary" in summary["model"]:
+        return (
+            "**Use.** `model, config = zoo.handover.load(Path(FOLDER))` gives the model; `tokenizer.json` numbers the "
+            "words of a sentence, `model.patch_embed.embed(numbers)` embeds them, and the model takes these embeddings "
+            "-> logits. `python -m certify handover=FOLDER data=NAME data.root=SHARDS out=AGAIN` proves it again."
+        )
     size, channels = (markdown(summary["model"].get(key, word)) for key, word in (("img_size", "H"), ("in_chans", "C")))
     return (
         "**Use.** `model, config = zoo.handover.load(Path(FOLDER))` gives the model: images "

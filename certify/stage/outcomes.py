@@ -20,6 +20,7 @@ from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, 
 from certify.shared.ball import L2
 from certify.shared.breakdown import QUANTITIES, columns
 from certify.shared.certificate import Analysis, Certificate, Certifier, Explained, UnsoundCertificate
+from certify.stage.substitutions import COLUMN
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.inputs import batch_given
@@ -151,9 +152,9 @@ def rows_of(
 
 
 def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
-    """Return the schema of the rows of `rows_of` with their two optional columns.
+    """Return the schema of the rows of `rows_of` with their optional columns.
 
-    `served_difference` is always required; POSITION_ONLY is there where attention has scores.
+    `served_difference` is always required; POSITION_ONLY is there where attention has scores, and COLUMN for sentences.
     """
     answers = {f"certified.{eps:g}": one_of(CERTIFIED, NOT_CERTIFIED, UNKNOWN) for eps in eps_grid}
     needed = {
@@ -181,7 +182,7 @@ def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
                 return f"is certified at {eps:g}, but an attack succeeds or the prediction is wrong"
         return None
 
-    return RowSchema(needed, costs | {POSITION_ONLY: flag}, contradiction)
+    return RowSchema(needed, costs | {POSITION_ONLY: flag, COLUMN: chance}, contradiction)
 
 
 def confirmed(keys: Sequence[str], certified_B: list[bool], survives_B: Tensor, method: str, eps: float) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from certify.api import certifier
 from certify.stage.outcomes import confirmed, survives
 from certify.stage.settings import Settings
+from zoo.models.sentences import by_length
 
 
 def certify_probe(
@@ -37,7 +38,7 @@ def certify_probe(
     asked = asked.of(model)
     prover = certifier(model, asked.method, asked.nonce, asked.norm)
     counts = {f"{name}.{eps:g}": 0.0 for eps in asked.grid for name in ("certified_acc", "certified_near", "pgd_acc")}
-    for keys, images_BCHW, labels_B in batches:
+    for keys, images_BCHW, labels_B in (part for batch in batches for part in by_length(model, *batch)):
         analysis = prover.analyse(images_BCHW, labels_B)
         for eps in asked.grid:
             found = analysis.at(eps)

@@ -30,8 +30,11 @@ from certify.stage.model_card import model_card
 from certify.stage.outcomes import POSITION_ONLY, row_schema_of
 from certify.stage.report import gallery
 from certify.stage.settings import Settings
+from certify.stage.substitutions import COLUMN
 from certizoo import UserError, shards
 from certizoo.files import write_whole
+from certizoo.shards import tokens
+from certizoo.shards.config import TEXT
 
 ROWS, CERTIFICATE = records.CERTIFICATES, records.CERTIFICATE
 TABLE, CURVE, CARD, REPORT = "certificates.parquet", "curve.png", "card.md", "report.html"
@@ -109,7 +112,8 @@ def _asked(settings: Settings) -> Summary:
 def _report(table: pd.DataFrame, summary: Summary, listed: images.ImageList, command: str) -> str:
     """Return report.html, with its pictures read from the shards."""
     shown = [row for side in gallery.chosen(table, summary["method"], summary["headline_eps"]) for row in side]
-    pictures = gallery.pictures(listed.batches(), shown) if shown else {}
+    words = tokens.load(listed.data.tokens).words if listed.data.kind == TEXT else None
+    pictures = gallery.pictures(listed.batches(), shown, words) if shown else {}
     date, names = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), images.class_names(listed.data)
     return report.report(summary, table, pictures, report.Circumstances(date, command, names))
 
@@ -123,12 +127,13 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         "training": {key: config.get(key) for key in ("attack", "objective", "optimizer", "train", "seed")},
         "threat_model": {
             "norm": settings.norm,
-            "space": f"[0,1] pixels of the {_size(config['model'])} image the model takes; the whole ball, box ignored",
+            "space": _space(config["model"]),
         },
         "numerics": _numerics(table, settings.served_dtype),
         "assumptions": _assumptions(table, settings),
         **image_facts(table, settings.method),
         "clean_without_content": _without_content(table),
+        **({COLUMN: float(table[COLUMN].mean())} if COLUMN in table else {}),
         "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
         "breakdown": averaged(table, settings.headline),
         "seconds_per_image": float(table["seconds"].mean()),
@@ -173,7 +178,10 @@ def _assumptions(table: pd.DataFrame, settings: Settings) -> list[Summary]:
     return [assumption.said() for assumption in found]
 
 
-def _size(model: Summary) -> str:
-    """Return '32x32' for a model config, or 'given' where the config does not say."""
+def _space(model: Summary) -> str:
+    """Return the space of the ball, in words."""
+    if "vocabulary" in model:
+        return "[0,1] embeddings of the sentence's words; the whole ball, box ignored; words themselves do not change"
     size = model.get("img_size")
-    return f"{size}x{size}" if size else "given"
+    shape = f"{size}x{size}" if size else "given"
+    return f"[0,1] pixels of the {shape} image the model takes; the whole ball, box ignored"

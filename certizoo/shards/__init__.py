@@ -9,7 +9,6 @@ Reading: `find` (checks the shards once, before any work), `train_loader`, `eval
 import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)
 from certizoo import UserError
 from certizoo.shards.config import DataConfig, config_of, from_elsewhere, require_fit
-from certizoo.shards.plan import Reading
 from certizoo.shards.read import eval_loader, eval_samples, steps_per_epoch, train_loader
 from certizoo.shards.sets import ShardSet, find
 from certizoo.shards.tar import SampleError
@@ -17,7 +16,6 @@ from certizoo.shards.write import write
 
 __all__ = [
     "DataConfig",
-    "Reading",
     "SampleError",
     "ShardSet",
     "UserError",

@@ -1,10 +1,11 @@
-"""Look at images, write shards, or list existing ones: `certizoo shards inspect|folder|digits|torchvision|index`."""
+"""Look at images, write or list shards: `certizoo shards inspect|folder|text|digits|torchvision|index`."""
 
 import argparse
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -12,15 +13,17 @@ from rich.progress import track
 from rich.table import Table
 
 from certizoo import UserError
-from certizoo.config.schema import Count, Whole, argument, as_path
+from certizoo.config.schema import Count, Ge, Le, Whole, argument, as_path
 from certizoo.errors import one_line_errors
-from certizoo.shards import inspect, manifest, sources
+from certizoo.shards import inspect, manifest, sources, tokens
 from certizoo.shards.config import require_name
+from certizoo.shards.sentences import Sentences
 from certizoo.shards.tar import ENDINGS
 from certizoo.shards.write import write
 from certizoo.text import plain
 
 console = Console(stderr=True, markup=False)
+Words = Annotated[int, Ge(3), Le(tokens.MOST)]
 
 
 def digits(args: argparse.Namespace) -> None:
@@ -44,6 +47,25 @@ def folder(args: argparse.Namespace) -> None:
         track=_bar(f"{args.name}-{args.split}"),
     )
     console.print(f"wrote {len(source)} samples of {len(source.classes)} classes, listed in {path}")
+
+
+def text(args: argparse.Namespace) -> None:
+    source = Sentences(args.source, args.sentence, args.label)
+    path = write(
+        source,
+        args.root,
+        name=args.name,
+        split=args.split,
+        seed=args.seed,
+        per_shard=args.per_shard,
+        overwrite=args.overwrite,
+        track=_bar(f"{args.name}-{args.split}"),
+    )
+    console.print(f"wrote {len(source)} sentences, listed in {path}")
+    if args.split == "train":
+        words = path.with_name(f"{args.name}{tokens.SUFFIX}")
+        count = tokens.train((sentence for sentence, _ in source), words, args.vocabulary)
+        console.print(f"wrote the tokeniser of {count} words {words}")
 
 
 def inspect_folder(args: argparse.Namespace) -> None:
@@ -109,20 +131,29 @@ def parser() -> argparse.ArgumentParser:
     make_folder = commands.add_parser("folder", help="a folder with a subfolder of images per class")
     make_folder.add_argument("source", type=as_path)
     make_folder.set_defaults(run=folder)
+    make_text = commands.add_parser("text", help="a TSV file of sentences and labels; --split train makes a tokeniser")
+    make_text.add_argument("source", type=as_path)
+    make_text.set_defaults(run=text)
     make_torchvision = commands.add_parser("torchvision", help="a data set that torchvision downloads")
     make_torchvision.add_argument("dataset", choices=sources.TORCHVISION_SETS)
     make_torchvision.set_defaults(run=torchvision)
     make_index = commands.add_parser("index", help="write the manifest of existing shards")
     make_index.set_defaults(run=index)
-    for command in (make_digits, make_folder, make_torchvision, make_index):
+    for command in (make_digits, make_folder, make_text, make_torchvision, make_index):
         command.add_argument("root", type=as_path, help="folder of the shards")
-    for command in (make_digits, make_folder, make_torchvision):
+    for command in (make_digits, make_folder, make_text, make_torchvision):
         command.add_argument("--seed", type=argument(Whole), default=0, help="seed of the order of the samples")
-    for command in (make_folder, make_torchvision):
+    for command in (make_folder, make_text, make_torchvision):
         command.add_argument("--overwrite", action="store_true", help="replace shards of this name and split")
-    make_folder.add_argument("--name", required=True)
-    make_folder.add_argument("--split", required=True, choices=("train", "test"))
-    make_folder.add_argument("--per-shard", type=argument(Count), default=1000)
+    for command in (make_folder, make_text):
+        command.add_argument("--name", required=True)
+        command.add_argument("--split", required=True, choices=("train", "test"))
+        command.add_argument("--per-shard", type=argument(Count), default=1000)
+    make_text.add_argument("--sentence", default="sentence", help="column of the sentences; default: sentence")
+    make_text.add_argument("--label", default="label", help="column of the labels, 0, 1, ...; default: label")
+    make_text.add_argument(
+        "--vocabulary", type=argument(Words), default=tokens.MOST, help="most words of the tokeniser; default: 65536"
+    )
     make_folder.add_argument("--resize", type=argument(Count), help="shrink images with a longer short side (JPEG 95)")
     make_folder.add_argument("--only", type=as_path, help="text file that lists the images to take, one per line")
     make_torchvision.add_argument("--name", help="default: the data set's, in lower case")

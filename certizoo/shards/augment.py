@@ -113,6 +113,21 @@ def _randaug(size: int, interpolation: str) -> Augment:
     return view
 
 
+def erasing(augment: Augment, probability: float) -> Augment:
+    """Blacken a rectangle of views with this probability (https://arxiv.org/abs/1708.04896), as timm chooses it."""
+    from timm.data.random_erasing import RandomErasing  # imported here because it takes seconds
+
+    erase = RandomErasing(probability, mode="const", device="cpu")
+
+    def view(image_HWC: Pixels, seed: int) -> Pixels:
+        seen_HWC = np.array(augment(image_HWC, seed))
+        with seeded(mix(seed, "erase")):
+            erase(torch.from_numpy(seen_HWC).permute(2, 0, 1))
+        return seen_HWC
+
+    return view
+
+
 def crop_box(width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
     """Return (left, top, right, bottom) of a crop with SCALE of the area and RATIO of width to height.
 

@@ -1,6 +1,6 @@
 """Collect samples into batches. A faulty sample is passed on as a value and judged at the end of the pipeline.
 
-B: images of a batch, C: channels, H, W: height, width.
+B: images of a batch, C: channels, H, W: height, width; T: tokens, of which text has two bytes each.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,19 +10,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from certizoo.images import Pixels
-from certizoo.shards.augment import augmentation, mix
-from certizoo.shards.config import DataConfig
+from certizoo.shards import tokens
+from certizoo.shards.augment import augmentation, erasing, mix
+from certizoo.shards.config import TEXT, DataConfig
 from certizoo.shards.fit import fit
 from certizoo.shards.kernels import write_planes
 from certizoo.shards.ring import Page
-from certizoo.shards.tar import Entry, Sample, SampleError
+from certizoo.shards.tar import MEND_SAMPLE, Entry, Sample, SampleError
 
 View = Callable[[Sample], Pixels]
 Spare = Callable[[], Iterable[Sample | SampleError]]
 
 
 class Batch(NamedTuple):
-    """Samples whose images are the first entries of a page: (B, C, H, W), uint8."""
+    """Samples whose images are the first entries of a page: (B, C, H, W), or (B, T, 2) of text, uint8."""
 
     keys: list[str]
     labels: list[int]
@@ -43,7 +44,11 @@ def loaded(source: Iterable[Entry], num_classes: int) -> Iterator[Sample | Sampl
 
 
 def train_view(config: DataConfig, seed: int, epoch: int) -> View:
+    if config.kind == TEXT:
+        return text_view(config)
     augment = augmentation(config.augment, config.img_size, config.interpolation)
+    if config.erase:
+        augment = erasing(augment, config.erase)
 
     def view(sample: Sample) -> Pixels:
         return augment(sample.pixels(config.channels), mix(seed, epoch, sample.key))
@@ -52,10 +57,34 @@ def train_view(config: DataConfig, seed: int, epoch: int) -> View:
 
 
 def eval_view(config: DataConfig) -> View:
+    if config.kind == TEXT:
+        return text_view(config)
+
     def view(sample: Sample) -> Pixels:
         return fit(sample.pixels(config.channels), config.img_size)
 
     return view
+
+
+def text_view(config: DataConfig) -> View:
+    """Return the numbers of the first `img_size` tokens, as pairs of bytes; no augmentation."""
+    tokeniser = tokens.load(config.tokens)
+
+    def view(sample: Sample) -> Pixels:
+        numbers = tokeniser.numbers(sample.text(), config.img_size)
+        if not numbers:
+            raise SampleError(f"{sample.where} has no words; {MEND_SAMPLE}")
+        return tokens.bytes_of(numbers, config.img_size)
+
+    return view
+
+
+def _put(seen: Pixels, out: Pixels) -> None:
+    """Copy an image, whose channels come last, to planes; or tokens as they are."""
+    if seen.ndim == 3:
+        write_planes(seen, out)
+    else:
+        out[...] = seen
 
 
 def batches(
@@ -85,7 +114,7 @@ def batches(
 def _add(batch: Batch, item: Sample | SampleError, view: View) -> None:
     if isinstance(item, SampleError):
         raise item
-    write_planes(view(item), batch.page.images_BCHW[len(batch.keys)].numpy())
+    _put(view(item), batch.page.images_BCHW[len(batch.keys)].numpy())
     batch.keys.append(item.key)
     batch.labels.append(item.label)
 

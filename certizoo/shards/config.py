@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 from certizoo import UserError
 from certizoo.config.schema import Ge, Le, OneOf, PathText, Positive, Section, section_of
+from certizoo.shards.tokens import SUFFIX
 
+TEXT = "text"
 PIPE = "pipe:"  # prefix of a root that is a command
 # A name without special meaning in a path, a URL or a command
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
@@ -26,6 +28,9 @@ class DataConfig(Section):
         timeout: seconds that a remote root may be silent.
         cache: folder for local copies of shards, at most `cache_gb` (1e9 bytes) for all processes together.
         channels, img_size: images leave the loaders as `channels` x `img_size` x `img_size`.
+        kind: "images", or "text": sentences leave the loaders as the numbers of their first `img_size` tokens.
+        tokenizer: the tokeniser of text; null takes NAME.tokenizer.json beside the shards.
+        erase: probability that a training image loses a rectangle (timm's RandomErasing, with black).
         interpolation: of training crops; evaluation always uses Pillow's bicubic resizing.
         workers: loader processes per rank.
         on_corrupt: "skip" lets training (never evaluation) skip at most `max_corrupt` samples.
@@ -44,7 +49,10 @@ class DataConfig(Section):
     num_classes: Annotated[int, Ge(2), Le(1_000_000)]
     img_size: Annotated[int, Ge(1), Le(4096)]
     channels: Annotated[int, OneOf(1, 3)] = 3
+    kind: Annotated[str, OneOf("images", "text")] = "images"
+    tokenizer: PathText | None = None
     augment: Annotated[str, OneOf("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug")] = "none"
+    erase: Annotated[float, Ge(0), Le(1)] = 0.0
     interpolation: Annotated[str, OneOf("bilinear", "bicubic")] = "bilinear"
     workers: Annotated[int, Ge(0), Le(512)] = 0
     on_corrupt: Annotated[str, OneOf("error", "skip")] = "error"
@@ -64,6 +72,20 @@ class DataConfig(Section):
             raise UserError(
                 f"data.augment={self.augment} needs colour images; use data.channels=3 or data.augment=none"
             )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of a sample in bytes: an image (C, H, W), or two bytes for each token (T, 2)."""
+        return (self.img_size, 2) if self.kind == TEXT else (self.channels, self.img_size, self.img_size)
+
+    @property
+    def tokens(self) -> Path:
+        """Return the file of the tokeniser. Raises UserError if it cannot be known."""
+        if self.tokenizer is not None:
+            return Path(self.tokenizer)
+        if is_remote(self.root):
+            raise UserError(f"data.root={self.root[:200]} is remote; copy its tokeniser and set data.tokenizer=FILE")
+        return self.folder / f"{self.name}{SUFFIX}"
 
     @property
     def folder(self) -> Path:
@@ -92,7 +114,9 @@ def config_of(said: object, where: str) -> DataConfig:
 def require_fit(data: DataConfig, model: Mapping[str, Any]) -> None:
     """Raise UserError unless a model with these options takes the images and the labels of the data."""
     name = model["name"]
-    for key, option in {"img_size": "img_size", "channels": "in_chans"}.items():
+    require_kind(data, model, name)
+    sizes = {"img_size": "img_size"} | ({} if data.kind == TEXT else {"channels": "in_chans"})
+    for key, option in sizes.items():
         own = getattr(data, key)
         if (taken := model.get(option, own)) != own:
             raise UserError(f"data.{key} is {own}, but {name} takes {taken}. Set data.{key}={taken}.")
@@ -101,6 +125,13 @@ def require_fit(data: DataConfig, model: Mapping[str, Any]) -> None:
             f"data.num_classes is {data.num_classes}, but {name} has {classes} classes. Use the data of its training, "
             f"or set data.num_classes={classes} if labels mean the same."
         )
+
+
+def require_kind(data: DataConfig, options: Mapping[str, Any], name: str) -> None:
+    """Raise UserError unless the model `name` with these options takes images, or text, as the data are."""
+    taken = TEXT if "vocabulary" in options else "images"
+    if data.kind != taken:
+        raise UserError(f"data.kind is {data.kind}, but {name} takes {taken}; choose another model or other data")
 
 
 def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:

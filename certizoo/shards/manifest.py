@@ -220,9 +220,9 @@ def scan(
         if keys is not None:
             keys.add(path.name, entry.key)
         try:
-            label, _ = entry.label(num_classes), entry.image_extension
+            label, _ = entry.label(num_classes), entry.extension
             if decoded:
-                entry.load(num_classes).pixels(3)
+                entry.load(num_classes).decode()
             histogram[label] += 1
         except SampleError as error:
             if not lenient:

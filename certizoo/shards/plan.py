@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from certizoo import UserError
+from certizoo.reading import Reading
 from certizoo.shards.augment import mix
 from certizoo.shards.manifest import BLOCK
 from certizoo.shards.sets import ShardSet
@@ -27,20 +28,6 @@ from certizoo.shards.tar import Entry, OpenShard, Shard, opened, walk
 
 REACH = 1000  # samples
 Places = NDArray[np.int64]
-
-
-class Reading(NamedTuple):
-    """A number of batches that each of `ranks` has read, or will read, with `workers` loader processes each."""
-
-    ranks: int
-    workers: int
-    batch_size: int
-    batches: int
-
-    @property
-    def drawn(self) -> int:
-        """Return the number of samples of all ranks."""
-        return self.ranks * self.batch_size * self.batches
 
 
 class Segment(NamedTuple):

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
+from certizoo.reading import Reading
 from certizoo.shards.augment import mix
 from certizoo.shards.batch import Batch, batches, eval_view, loaded, train_view
 from certizoo.shards.config import DataConfig
 from certizoo.shards.plan import (
     Places,
-    Reading,
     entries,
     epoch_line,
     own_batches,
@@ -74,9 +74,9 @@ class Stream(IterableDataset, ABC):
             yield error
 
     @property
-    def page(self) -> tuple[int, int, int]:
-        """Return the number of images of a batch, their channels and their side."""
-        return self.batch_size, self.config.channels, self.config.img_size
+    def page(self) -> tuple[int, ...]:
+        """Return the shape of a batch."""
+        return self.batch_size, *self.config.shape
 
     @property
     def processes(self) -> int:
@@ -229,7 +229,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class TrainBatches(Batches):
-    """Iterates over (images_BCHW float32 in [0, 1], labels_B int64), on `device`."""
+    """Iterates over (images_BCHW float32 in [0, 1], labels_B int64), on `device`; of text, tokens_BT int64."""
 
     device: torch.device
 
@@ -239,7 +239,7 @@ class TrainBatches(Batches):
         for batch in self.received():
             self.note(batch.faults, faults)
             served += 1
-            yield _unit(self.sent(batch.images_BCHW)), self.sent(torch.tensor(batch.labels))
+            yield _values(self.sent(_cropped(batch.images_BCHW))), self.sent(torch.tensor(batch.labels))
         if served != self.steps:
             raise UserError(f"{self.stream.config.name}: {served} batches instead of {self.steps}; report this")
 
@@ -259,7 +259,7 @@ class TrainBatches(Batches):
 
 
 class EvalBatches(Batches):
-    """Iterates over (keys, images_BCHW float32 in [0, 1], labels_B int64)."""
+    """Iterates over (keys, images_BCHW float32 in [0, 1], labels_B int64); of text, tokens_BT int64."""
 
     def __iter__(self) -> Iterator[tuple[list[str], Tensor, Tensor]]:
         seen: set[str] = set()
@@ -270,7 +270,7 @@ class EvalBatches(Batches):
                         f"{self.stream.config.root}: two samples have the key {key}; write the shards again"
                     )
                 seen.add(key)
-            yield batch.keys, _unit(batch.images_BCHW), torch.tensor(batch.labels)
+            yield batch.keys, _values(batch.images_BCHW), torch.tensor(batch.labels)
 
 
 def train_loader(
@@ -385,5 +385,16 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _unit(images_BCHW: Tensor) -> Tensor:
-    return images_BCHW.to(torch.float32).div_(255)
+def _cropped(bytes_B: Tensor) -> Tensor:
+    """Return images as they are, and tokens (B, T, 2) without the columns that are padding in all sentences."""
+    if bytes_B.ndim == 4:
+        return bytes_B
+    return bytes_B[:, : int(bytes_B.any(2).any(0).sum())]
+
+
+def _values(bytes_B: Tensor) -> Tensor:
+    """Return images (B, C, H, W) in [0, 1], or of pairs of bytes (B, T, 2) the numbers of tokens (B, T)."""
+    if bytes_B.ndim == 4:
+        return bytes_B.to(torch.float32).div_(255)
+    low_BT, high_BT = bytes_B.long().unbind(-1)
+    return low_BT + 256 * high_BT

@@ -9,6 +9,7 @@ was overwritten too early would be detected.
 Letters: W loader processes, S slots; B images of a batch, C channels, H, W: height, width.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
@@ -36,31 +37,30 @@ class Page(NamedTuple):
     slot: Slot | None
 
 
-def fresh_pages(size: int, channels: int, side: int) -> Iterator[Page]:
-    """Iterate over pages in fresh memory, for a process that reads for itself."""
+def fresh_pages(*shape: int) -> Iterator[Page]:
+    """Iterate over pages of a shape (B, ...) in fresh memory, for a process that reads for itself."""
     while True:
-        yield Page(torch.empty((size, channels, side, side), dtype=torch.uint8), None)
+        yield Page(torch.empty(shape, dtype=torch.uint8), None)
 
 
-def shared_bytes(workers: int, size: int, channels: int, side: int) -> int:
-    """Return the shared memory that a ring needs."""
-    return workers * SLOTS * size * channels * side * side
+def shared_bytes(workers: int, *shape: int) -> int:
+    """Return the shared memory that a ring of pages of a shape needs."""
+    return workers * SLOTS * math.prod(shape)
 
 
 class Ring:
-    """Shared memory for `workers` loader processes, with batches of `size` images.
+    """Shared memory for `workers` loader processes, with pages of a shape (B, ...).
 
     Raises `UserError` if the machine has too little of it.
     """
 
-    def __init__(self, workers: int, size: int, channels: int, side: int) -> None:
-        shape = (workers, SLOTS, size, channels, side, side)
+    def __init__(self, workers: int, *shape: int) -> None:
         try:
-            self.images_WSBCHW = torch.empty(shape, dtype=torch.uint8).share_memory_()
-            self.number_WS = torch.full(shape[:2], -1, dtype=torch.int64).share_memory_()
+            self.images_WSBCHW = torch.empty((workers, SLOTS, *shape), dtype=torch.uint8).share_memory_()
+            self.number_WS = torch.full((workers, SLOTS), -1, dtype=torch.int64).share_memory_()
         except RuntimeError as error:
             raise UserError(
-                f"no shared memory for {workers} loader processes with batches of {size} "
+                f"no shared memory for {workers} loader processes with batches of {shape[0]} "
                 f"({str(error).splitlines()[0]}); give the machine more of /dev/shm, or use fewer data.workers"
             ) from None
 

@@ -34,6 +34,8 @@ EXTENSIONS = (
 )
 LONG_NUMBER = re.compile(rb"[0-9]{32}")  # tarfile's patterns take quadratic time in its length
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+TEXT = "txt"  # the extension of a sentence
+MAX_TEXT_BYTES = 2**16
 ENDINGS = (".tar", ".tar.gz", ".tgz")
 GZIP = b"\x1f\x8b"
 UNPACKED, MAX_RATIO = 2**26, 100  # bytes that any gzip may hold, and of larger ones how many times their size
@@ -61,12 +63,13 @@ class SampleError(UserError):
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded image and its label. `where` is 'SHARD: sample KEY', the start of every error about it."""
+    """An encoded image, or a sentence, and its label. `where`, 'SHARD: sample KEY', starts every error about it."""
 
     where: str
     key: str
     label: int
     image: bytes
+    extension: str = ""
 
     def pixels(self, channels: int) -> Pixels:
         """Return the decoded image (H, W, `channels`). Raises `SampleError`."""
@@ -74,6 +77,22 @@ class Sample:
             return pixels(self.image, channels)
         except ImageError as error:
             raise SampleError(f"{self.where}: {error}; {MEND_SAMPLE}") from None
+
+    def text(self) -> str:
+        """Return the sentence. Raises `SampleError`."""
+        if self.extension != TEXT:
+            raise SampleError(f"{self.where} has no .{TEXT} (sentence); {MEND_SAMPLE}")
+        try:
+            return self.image.decode()
+        except UnicodeDecodeError:
+            raise SampleError(f"{self.where}: .{TEXT} is not UTF-8; {MEND_SAMPLE}") from None
+
+    def decode(self) -> None:
+        """Decode the image or the sentence, to see whether that is possible. Raises `SampleError`."""
+        if self.extension == TEXT:
+            self.text()
+        else:
+            self.pixels(3)
 
 
 class OpenShard:
@@ -138,9 +157,14 @@ class Entry:
         return f", but .{found[0]}: a key ends at its first dot, so name its files without other dots" if found else ""
 
     @property
-    def image_extension(self) -> str:
-        """Return the image's extension. Raises `SampleError` unless the sample has exactly one image."""
+    def extension(self) -> str:
+        """Return the extension of the image, or of the text of a sample without images.
+
+        Raises `SampleError` unless the sample has exactly one image, or a text.
+        """
         found = [extension for extension in self.parts if extension in IMAGE_EXTENSIONS]
+        if not found and TEXT in self.parts:
+            return TEXT
         if len(found) != 1:
             raise SampleError(
                 f"{self.where} has {len(found)} images, not one of .{' .'.join(IMAGE_EXTENSIONS)}; {MEND_SAMPLE}"
@@ -148,7 +172,9 @@ class Entry:
         return found[0]
 
     def load(self, num_classes: int | None) -> Sample:
-        return Sample(self.where, self.key, self.label(num_classes), self.read(self.image_extension))
+        extension = self.extension
+        most = MAX_TEXT_BYTES if extension == TEXT else MAX_MEMBER_BYTES
+        return Sample(self.where, self.key, self.label(num_classes), self.read(extension, most), extension)
 
 
 class Header(tarfile.TarInfo):

@@ -1,4 +1,4 @@
-"""Write images to shards: shuffled by seed, reproducible byte for byte, and never partial under the final name."""
+"""Write shards: shuffled by seed, reproducible byte for byte, and never partial under the final name."""
 
 import io
 import logging
@@ -21,6 +21,7 @@ from certizoo.images import MAX_PIXELS, ImageError, flattened, picture
 from certizoo.shards import manifest
 from certizoo.shards.config import require_name
 from certizoo.shards.manifest import ShardInfo
+from certizoo.shards.tar import TEXT
 from certizoo.text import shown
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,9 @@ def _label(given: Any, key: str) -> int:
 
 
 def encode(image: Any, resize: int | None = None) -> tuple[str, bytes]:
-    """Return (extension, bytes) of a path (unchanged), a PIL image or a uint8 array (as PNG)."""
+    """Return (extension, bytes) of a path (unchanged), a PIL image or uint8 array (as PNG), or a sentence's bytes."""
+    if isinstance(image, bytes):
+        return TEXT, image
     if isinstance(image, str | Path):
         return _of_file(Path(image), resize)
     seen = flattened(image if isinstance(image, Image.Image) else _from_array(np.asarray(image)))

@@ -75,6 +75,16 @@ def test_the_first_of_each_net_until_the_time_is_over(
     assert ["one", "0"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
 
 
+def test_properties_are_decided(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks.record, "RESULTS", tmp_path / "results")
+    run(monkeypatch, folder, "--decide", 3, "--record", "found")
+    found: dict[str, Any] = json.loads((tmp_path / "results/found.json").read_text())
+    first, second, third, fourth = (row["verdict"] for row in found["rows"])
+    assert (first, third, fourth) == ("verified", "refuted", "verified")
+    assert second in ("unknown", "refuted")
+    assert found["method"] == "linear"
+
+
 def test_what_is_proved_is_a_cube(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 import zoo
-from benchmarks import experiments
-from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, run
+from benchmarks import experiments, sentences
+from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, of_sentences, run
 from certizoo import UserError
 from certizoo.config import recipes
 from certizoo.config.compose import CONFIGS, compose_config
@@ -64,7 +64,8 @@ def check_fields(config: dict[str, Any], said: dict[str, Any]) -> None:
     if "constrain" in config:
         section_of(ConstrainConfig, config["constrain"], "constrain")
     shape = {"num_classes": config["data"]["num_classes"], "img_size": config["data"]["img_size"]}
-    shape["in_chans"] = config["data"]["channels"]
+    if config["data"].get("kind") != "text":
+        shape["in_chans"] = config["data"]["channels"]
     with torch.device("meta"):
         zoo.create_model(**(shape | config["model"] | tiny_options(config["model"]["name"])))
         zoo.model_options(**(shape | config["model"]))
@@ -101,15 +102,21 @@ def test_every_row_of_a_table_composes(name: str) -> None:
         config = compose_config(table.script, [f"+experiment={name}", f"model={row.model}", "seed=7", *row.options])
         assert config["name"].startswith(f"{name}-{row.model}")
         assert config["name"].endswith("-s7")
-        assert len(row.published) == len(table.columns)
+        assert len(row.published) == (0 if table.measure is of_sentences else len(table.columns))
         assert (config["penalty"]["lambda_q"] > 0) == row.model.startswith("spec_")
         if table.measure is certified:
             assert config["certify"]["enabled"]
             assert [f"{eps:g}" for eps in config["certify"]["eps"]] == list(table.columns)
+        elif table.measure is of_sentences:
+            cap = float(row.options[0].partition("=")[2])
+            assert [config["model"]["attention"][f"{weight}_cap"] for weight in "vo"] == [cap, cap]
+            assert [f"{eps:g}" for eps in config["certify"]["eps"]] == list(sentences.EPS)
+            assert config["certify"]["images"] == table.images
         else:
             for column in set(table.columns) - {"clean"}:
                 assert ATTACKS[column].eps == pytest.approx(config["attack"]["eps"])
-    assert len({row.model for row in table.rows}) == (3 if table.measure is certified else 5)
+    sizes = 3 if table.measure is certified else 4 if table.measure is of_sentences else 5
+    assert len({row.model for row in table.rows}) == sizes
     assert len({(row.model, row.options) for row in table.rows}) == len(table.rows)
 
 

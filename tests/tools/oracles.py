@@ -25,8 +25,8 @@ def logits(options: Options, state: State, images_BCHW: Tensor) -> Tensor:
 
 
 def _normalised(state: State, image_CHW: Tensor) -> Tensor:
-    """(x - mean) / std, channel by channel."""
-    mean, std = state["normalize.mean"].flatten(), state["normalize.std"].flatten()
+    """(x - mean) / std, channel by channel; one number may serve all channels."""
+    mean, std = (state[f"normalize.{name}"].flatten().expand(len(image_CHW)) for name in ("mean", "std"))
     return torch.stack([(channel - mean[c]) / std[c] for c, channel in enumerate(image_CHW)])
 
 
@@ -240,15 +240,21 @@ def gpsa(option: Any, s: State, x_ND: Tensor, heads: int) -> Tensor:
 
 def vit(options: Options, state: State, image_CHW: Tensor) -> Tensor:
     """Map one image to logits. ConViT's class token joins after its `gpsa_layers` blocks."""
+    if "vocabulary" in options:
+        return _vit_of_tokens(options, state, torch.stack([row.flatten() for row in image_CHW.unbind(1)]), 0)
     if options["stem"] is None:
         x = patches(_below(state, "patch_embed.proj"), image_CHW, options["patch_size"])
     else:
         x = stem(_below(state, "patch_embed.convs"), image_CHW, options["stem"], options["patch_size"])
-    late = options["gpsa_layers"]
+    return _vit_of_tokens(options, state, x, options["gpsa_layers"])
+
+
+def _vit_of_tokens(options: Options, state: State, x: Tensor, late: int) -> Tensor:
+    """Add positions and class token, and run the blocks: tokens of one image to logits."""
     has_cls = options["global_pool"] == "cls"
     if has_cls and not late:
         x = torch.cat([state["cls_token"][0], x])
-    x = x + state["pos_embed"][0]
+    x = x + state["pos_embed"][0][: len(x)]
     for index in range(options["depth"]):
         if has_cls and late and index == late:
             x = torch.cat([state["cls_token"][0], x])
@@ -461,4 +467,9 @@ def _thresholded(state: State, key: str, x: Tensor) -> Tensor:
     return y if theta is None else torch.where(y < theta, y, theta)
 
 
-BACKBONES: dict[str, Callable[[Options, State, Tensor], Tensor]] = {"vit": vit, "swin": swin, "convnet": convnet}
+BACKBONES: dict[str, Callable[[Options, State, Tensor], Tensor]] = {
+    "vit": vit,
+    "text": vit,
+    "swin": swin,
+    "convnet": convnet,
+}

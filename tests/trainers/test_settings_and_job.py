@@ -17,13 +17,14 @@ from torch import Tensor, nn
 import zoo
 from certizoo import UserError
 from certizoo.config.compose import CONFIGS, compose_config
-from certizoo.shards import Reading
+from certizoo.reading import Reading
 from tests.tools.cases import mostly_slow
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, environment
 from trainers.entry import launcher_argv
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
+from trainers.job.keys import defaults
 from trainers.job.schedule import ScheduleConfig
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, Probe
 from trainers.seeds import seed_of
@@ -367,6 +368,14 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=words):
             checkpoint.check_same_run(saved, checkpoint.fingerprint(now, digest), tmp_path)
+
+
+def test_keys_that_a_checkpoints_version_lacked_had_their_defaults(tmp_path: Path) -> None:
+    now = {"seed": 0, "data.erase": 0.0, "optimizer.layer_decay": 1.0, "train.sam_rho": 0.0}
+    saved = Saved("step1", Position(1), 1, {"seed": 0})
+    checkpoint.check_same_run(saved, now, tmp_path, defaults())
+    with pytest.raises(UserError, match=r"with data.erase=0.0, but this command has data.erase=0.5"):
+        checkpoint.check_same_run(saved, now | {"data.erase": 0.5}, tmp_path, defaults())
 
 
 def test_rows_of_repeated_steps_are_dropped(tmp_path: Path) -> None:

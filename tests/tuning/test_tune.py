@@ -279,10 +279,10 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     saved = checkpoint.newest(tmp_path / "mine")
     assert saved is not None
     assert saved.fingerprint == {"penalty.lambda_q": 5e-4, "model.depth": 2}
-    checkpoint.check_same_run(saved, saved.fingerprint, 1, tmp_path)
+    checkpoint.check_same_run(saved, saved.fingerprint, tmp_path)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["checkpoints"], "nothing else is of this one"
     with pytest.raises(UserError, match=r"model\.depth"):
-        checkpoint.check_same_run(saved, saved.fingerprint | {"model.depth": 3}, 1, tmp_path)
+        checkpoint.check_same_run(saved, saved.fingerprint | {"model.depth": 3}, tmp_path)
     trial.adopt(theirs, tmp_path / "same", {"penalty.lambda_q": 1e-3})
     kept = (tmp_path / "same" / trial.STATE).read_text()
     assert kept == "theirs", "a restart of the trial itself goes on in its MLflow run"

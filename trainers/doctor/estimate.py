@@ -97,7 +97,7 @@ def saved_by_autograd(job: Job, model: nn.Module, images: int) -> int:
 
     The images themselves stand for adversarial ones: an attack frees its passes before the loss is computed.
     """
-    x_BCHW = torch.rand(images, job.data.channels, job.data.img_size, job.data.img_size)
+    x_BCHW = torch.rand(images, job.model["in_chans"], job.data.img_size, job.data.img_size)
     labels_B = torch.arange(images) % job.data.num_classes
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, tuple[int, Tensor]] = {}  # keep the tensor, or its address would be reused

@@ -124,7 +124,7 @@ def loaders(job: Job) -> Iterator[Finding]:
     """Check the shared memory for the loader processes."""
     if job.data.workers and Path("/dev/shm").is_dir():
         micro, data = job.train.micro_batch(ranks.world_size()), job.data
-        wanted = ranks_here() * shared_bytes(data.workers, micro, data.channels, data.img_size)
+        wanted = ranks_here() * shared_bytes(data.workers, micro, *data.shape)
         free = shutil.disk_usage("/dev/shm").free
         text = f"{data.workers} loaders per rank take {size(wanted)}; {size(free)} free"
         yield Finding("/dev/shm", text, free >= wanted, "fewer data.workers, or a larger /dev/shm (docker: --shm-size)")

@@ -259,7 +259,7 @@ class Engine:
             momentum: of this step, the first beta of AdamW; None keeps the optimiser's own.
         """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # optimizer.layer_decay
             if momentum is not None and "betas" in group:
                 group["betas"] = (momentum, group["betas"][1])
             elif momentum is not None:
@@ -273,6 +273,11 @@ class Engine:
         """
         norm = self._engine.get_global_grad_norm()  # -1 if it is not finite
         return bool(self._engine.was_step_applied()) and (norm is None or 0 <= float(norm) < math.inf)
+
+    def gradient_norm(self) -> dict[str, float]:
+        """Return {"grad_norm": L2 norm of the last step's whole gradient before it was clipped}; {} at ZeRO 0."""
+        norm = self._engine.get_global_grad_norm()
+        return {} if norm is None else {"grad_norm": float(norm)}
 
     def finite(self) -> bool:
         """Return True if all weights are finite. Collective; weights and answer are the same on every rank."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from timm.optim import Muon, param_groups_weight_decay
+from timm.optim import Muon, param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
 
 from trainers.settings import OptimizerConfig
@@ -26,11 +26,11 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     """Return AdamW, SGD or Muon.
 
     Weight decay applies to parameters with at least two axes, except those in `model.no_weight_decay()`; to all
-    parameters with optimizer.decay_all.
+    parameters with optimizer.decay_all. With optimizer.layer_decay a group has the factor of its layer, `lr_scale`.
     """
     spared: Collection[str] = getattr(model, "no_weight_decay", tuple)()
     exempt = () if config.decay_all else spared
-    groups = param_groups_weight_decay(model, config.weight_decay, not config.decay_all, exempt)
+    groups = grouped(model, config, exempt)
     betas = (config.betas[0], config.betas[1])
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
@@ -40,6 +40,14 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     # The plain kernels pass through memory fifteen times, the fused kernel once.
     fused = all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters())
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
+
+
+def grouped(model: nn.Module, config: OptimizerConfig, exempt: Collection[str]) -> list[dict[str, Any]]:
+    """Return the groups of parameters as timm makes them."""
+    how = {"no_weight_decay_list": exempt, "weight_decay_exclude_1d": not config.decay_all}
+    if config.layer_decay == 1:
+        return list(param_groups_weight_decay(model, config.weight_decay, **how))
+    return list(param_groups_layer_decay(model, config.weight_decay, layer_decay=config.layer_decay, **how))
 
 
 def is_hidden_matrix(name: str, weight: nn.Parameter, spared: Collection[str]) -> bool:

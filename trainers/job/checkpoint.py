@@ -19,7 +19,7 @@ from typing import Any
 
 from certizoo import UserError
 from certizoo.documents import read_json
-from certizoo.shards import Reading
+from certizoo.reading import Reading
 
 log = logging.getLogger(__name__)
 MARK = "complete.json"
@@ -35,7 +35,7 @@ FREE = (
     "data.cache", "data.cache_gb", "data.timeout",
     "train.eval_images", "train.certify_images", "train.certify_every", "train.certify_eps", "train.certify_seconds",
     "train.log_every", "train.checkpoint_every", "train.checkpoint_epochs", "train.keep_checkpoints",
-    "deepspeed.timeout_minutes",
+    "train.log_to", "train.profile", "deepspeed.timeout_minutes",
 )  # fmt: skip
 LENGTH = ("train.epochs", "train.max_steps")  # keys that may grow
 
@@ -225,10 +225,16 @@ def _longer(then: object, now: object) -> bool:
     return isinstance(then, int) and (now is None or (isinstance(now, int) and now > then))
 
 
-def check_same_run(saved: Saved, now: Mapping[str, Any], run_dir: Path) -> None:
-    """Raise UserError naming the first key that differs. A run may become longer, and its ranks more or fewer."""
-    for key in sorted({*saved.fingerprint, *now} - {*grown(saved, now)}):
-        then, value = saved.fingerprint.get(key), now.get(key)
+def check_same_run(
+    saved: Saved, now: Mapping[str, Any], run_dir: Path, defaults: Mapping[str, Any] | None = None
+) -> None:
+    """Raise UserError naming the first key that differs. A run may become longer, and its ranks more or fewer.
+
+    A key that the version of the checkpoint did not have had its default.
+    """
+    given = {key: value for key, value in (defaults or {}).items() if key in now} | saved.fingerprint
+    for key in sorted({*given, *now} - {*grown(saved, now)}):
+        then, value = given.get(key), now.get(key)
         if then != value:
             fix = "give at least as many" if key in LENGTH else "resume with the same settings"
             raise UserError(

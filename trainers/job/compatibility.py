@@ -23,6 +23,7 @@ from certizoo.inputs import require_radius
 from certizoo.nearest import choices
 from certizoo.registry import version_tags
 from certizoo.shards import require_fit
+from certizoo.shards.config import TEXT
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -249,6 +250,19 @@ def the_model_takes_the_data(r: Combination) -> None:
     require_fit(r.job.data, r.job.model)
 
 
+def text_has_objectives_of_logits(r: Combination) -> None:
+    text, job = r.job.data.kind == TEXT, r.job
+    require(
+        not text or r.objective in ("clean", "pgd_at"),
+        f"objective={r.objective} is not for text; use objective=clean or pgd_at",
+    )
+    require(not text or r.stage < 3, "words are embedded outside their layer; use deepspeed=zero2 for text")
+    require(
+        not text or not (job.mix.active or job.masks.prm or job.train.grad_checkpointing),
+        "mix.*, masks.prm and train.grad_checkpointing are for images; set them to 0 or false for text",
+    )
+
+
 def lipschitz_objectives_suit_the_model(r: Combination) -> None:
     if r.objective in LIPSCHITZ:
         try:
@@ -360,6 +374,7 @@ RULES: tuple[Rule, ...] = (
     a_recomputed_block_has_one_derivative,
     a_recomputed_block_draws_no_mask,
     the_model_can_be_built,
+    text_has_objectives_of_logits,
     lipschitz_objectives_suit_the_model,
     recomputing_finds_blocks,
     masks_find_attention_and_patches,

@@ -1,6 +1,7 @@
 """All keys of a trainer's configuration: configs/adv_train.yaml, std_train.yaml and constrain.yaml."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any
 
 from certify.stage.settings import Settings as CertifySettings
@@ -65,3 +66,14 @@ class TrainerKeys(Section):
     pretrained: Annotated[bool, OneOf(True)] | Source | None = None
     resume: Annotated[str, OneOf("auto")] | None = None
     constrain: ConstrainConfig | None = None
+
+
+def defaults(section: Any = TrainerKeys, prefix: str = "") -> dict[str, Any]:
+    """Return the defaults of all keys that have one, flat, as a checkpoint's fingerprint would hold them."""
+    found: dict[str, Any] = {}
+    for own in fields(section):
+        if isinstance(own.type, type) and is_dataclass(own.type):
+            found |= defaults(own.type, f"{prefix}{own.name}.")
+        elif own.default is not MISSING:
+            found[prefix + own.name] = json.loads(json.dumps(own.default))
+    return found

@@ -14,7 +14,8 @@ from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.config.schema import section_of, typed_values
 from certizoo.registry import store
-from certizoo.shards import DataConfig, ShardSet, find
+from certizoo.shards import DataConfig, ShardSet, find, tokens
+from certizoo.shards.config import TEXT, require_kind
 from certizoo.shards.sets import warn_of_empty_classes
 from trainers import ranks
 from trainers.job import checkpoint
@@ -22,7 +23,7 @@ from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
 from trainers.job.compatibility import check_compatibility
 from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
-from trainers.job.keys import TrainerKeys
+from trainers.job.keys import TrainerKeys, defaults
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
     DeepSpeedConfig,
@@ -91,7 +92,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         certify_settings(job)
     check_compatibility(job, ranks.world_size())
     if job.saved is not None:
-        checkpoint.check_same_run(job.saved, job.fingerprint, job.run_dir)
+        checkpoint.check_same_run(job.saved, job.fingerprint, job.run_dir, defaults())
         checkpoint.check_position(job.saved, job.steps_per_epoch, job.total_steps, job.train.batch_size)
     return job
 
@@ -106,7 +107,12 @@ def _refuse_password(uri: str | None) -> None:
 def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
     """Return the model's options with the shape of the images."""
     require("pretrained" not in model, "model.pretrained does not exist; set pretrained=SOURCE at the top level")
-    shape = {"num_classes": data.num_classes, "img_size": data.img_size, "in_chans": data.channels}
+    require_kind(data, zoo.model_options(model["name"]), model["name"])
+    shape: dict[str, Any] = {"num_classes": data.num_classes, "img_size": data.img_size}
+    if data.kind == TEXT:
+        shape["vocabulary"] = len(tokens.load(data.tokens).words)
+    else:
+        shape["in_chans"] = data.channels
     return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
 
 

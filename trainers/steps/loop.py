@@ -12,7 +12,7 @@ A step is one update of the weights: `accumulation` micro-batches on each rank (
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,6 +22,7 @@ from torch import nn
 from certizoo import UserError
 from trainers.engine import engine, logs
 from trainers.engine.preempt import Request, Stopped, listening
+from trainers.engine.profile import profiled
 from trainers.engine.watchdog import Watchdog
 from trainers.engine.world import World
 from trainers.job import checkpoint
@@ -30,9 +31,8 @@ from trainers.job.job import Job
 from trainers.ranks import said_once
 from trainers.settings import TrainConfig
 from trainers.steps import certify_probe, nan_batch, pictures
-from trainers.steps.batches import batches_from
 from trainers.steps.monitor import evaluate, monitor_batches
-from trainers.steps.run import Run, assemble
+from trainers.steps.run import Run, assemble, batches_from
 from trainers.steps.step import Batch, NonFinite, train_step
 from trainers.weights import handover, saving
 from trainers.weights.ema import Average
@@ -49,6 +49,7 @@ class Session:
     average: Average | None
     request: Request
     watchdog: Watchdog
+    tick: Callable[[], None]  # after each step, for the profiler
 
     @property
     def module(self) -> nn.Module:
@@ -81,8 +82,9 @@ def train(job: Job, world: World) -> None:
         run.report.say("auto settings: " + ", ".join(job.auto_settings))
     position = resume(run, average)
     with run.report.shown(position.step), watchdog.watching():
-        with listening() as request:
-            session = Session(run, average, request, watchdog)
+        recorded = 0 if world.rank else job.train.profile
+        with listening() as request, profiled(job.run_dir, recorded) as tick:
+            session = Session(run, average, request, watchdog, tick)
             metrics = monitored(session, position.step, position.epoch - 1) if position.ends_epoch else None
             with closing(session.batches(position)) as batches:
                 while position.step < run.total_steps:
@@ -108,9 +110,7 @@ def resume(run: Run, average: Average | None) -> Position:
         )
     position = saved.position_for(run.world.size)
     if position.before != saved.position.before:
-        run.report.say(
-            f"{saved.world_size} ranks began this epoch; {run.world.size} read the rest of its images"
-        )
+        run.report.say(f"{saved.world_size} ranks began this epoch; {run.world.size} read the rest of its images")
     log.info("resuming at %s", position)
     return position
 
@@ -122,6 +122,7 @@ def train_epoch(session: Session, position: Position, batches: Iterator[Batch]) 
         step, epoch = position.step, position.epoch
         lr = job.optimizer.lr * job.schedule.factor(step, run.total_steps, run.steps_per_epoch)
         terms = checked_step(run, batches, position, lr)
+        session.tick()
         if session.average:
             session.average.update(run.engine, step + 1)
         position = position.after_step(run.steps_per_epoch)

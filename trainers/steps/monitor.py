@@ -12,6 +12,7 @@ from certizoo.shards import eval_loader
 from trainers.engine.world import World
 from trainers.job.job import Job
 from trainers.seeds import seed_of
+from zoo.models.sentences import by_length
 
 Batch = tuple[list[str], Tensor, Tensor]
 BLANK = ""  # key of an image that does not count
@@ -31,8 +32,7 @@ def evaluate(
     """
     attack, module = attack.stronger(LEAST_STEPS), module.eval()
     counts_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
-    for keys, images_BCHW, labels_B in batches:
-        images_BCHW, labels_B = images_BCHW.to(world.device), labels_B.to(world.device)
+    for keys, images_BCHW, labels_B in as_taken(module, batches, world):
         draws = [Generator().manual_seed(seed_of(seed, "evaluate", key)) for key in keys or [BLANK]]
         adversarial_BCHW = attack.run(module, images_BCHW, labels_B, draws)
         right = [correct(module, x_BCHW, labels_B).sum() for x_BCHW in (images_BCHW, adversarial_BCHW)]
@@ -40,6 +40,12 @@ def evaluate(
             counts_3 += torch.stack([torch.tensor(len(keys), device=world.device), *right])
     images, clean, robust = world.sums(counts_3).tolist()
     return {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images}
+
+
+def as_taken(module: nn.Module, batches: Iterable[Batch], world: World) -> Iterator[Batch]:
+    """Iterate over the batches on the rank's device; those of sentences embedded, one a length."""
+    for keys, images_BCHW, labels_B in batches:
+        yield from by_length(module, keys, images_BCHW.to(world.device), labels_B.to(world.device))
 
 
 @torch.no_grad()
@@ -60,6 +66,6 @@ def monitor_batches(job: Job, micro_batch: int, world: World) -> Iterator[Batch]
     loader = eval_loader(
         job.test_set, job.data, batch_size=micro_batch, limit=limit, rank=world.rank, world_size=world.size
     )
-    blank_BCHW = torch.zeros(1, job.data.channels, job.data.img_size, job.data.img_size)
+    blank_BCHW = torch.zeros(1, job.model["in_chans"], job.data.img_size, job.data.img_size)
     blank: Batch = ([], blank_BCHW, torch.zeros(1, dtype=torch.int64))
     return islice(chain(loader, repeat(blank)), math.ceil(limit / world.size / micro_batch))

@@ -6,8 +6,7 @@ from itertools import islice
 
 from certizoo.files import write_whole
 from trainers.job.checkpoint import Position
-from trainers.steps.batches import batches_from
-from trainers.steps.run import Run
+from trainers.steps.run import Run, batches_from
 
 FILE = "nan_batch.json"
 

@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 
 import zoo
 from certizoo.shards import eval_loader
+from certizoo.shards.config import TEXT
 from trainers.job.job import Job
 from trainers.seeds import seed_of
 from trainers.steps.monitor import LEAST_STEPS
@@ -33,7 +34,7 @@ def draw(job: Job, handover: Path, device: torch.device) -> Path:
     model.to(device)
     folder = job.run_dir / FOLDER
     folder.mkdir(exist_ok=True)
-    if job.test_set is not None:
+    if job.test_set is not None and job.data.kind != TEXT:
         adversarial(job, model, device, folder / "adversarial.png")
     norms = sigma_max(model)
     if norms:

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -17,6 +18,7 @@ from certizoo.files import write_whole
 from certizoo.registry.run_folder import ROWS, now
 from certizoo.registry.system import SystemMetrics
 from certizoo.registry.track import Tracker
+from trainers.steps.sinks import Sink
 
 T = TypeVar("T")
 Row = dict[str, float]
@@ -25,8 +27,16 @@ Row = dict[str, float]
 class Report:
     """A report whose methods do nothing unless `enabled`."""
 
-    def __init__(self, run_dir: Path, total_steps: int, enabled: bool, tracker: Tracker | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        total_steps: int,
+        enabled: bool,
+        tracker: Tracker | None = None,
+        sinks: Sequence[Callable[[int], Sink]] = (),
+    ) -> None:
         self.path, self.total, self.enabled, self.tracker = run_dir / ROWS, total_steps, enabled, tracker
+        self._openers, self._sinks = sinks, list[Sink]()
         self.system = SystemMetrics() if tracker else None
         self.console = Console(highlight=False, markup=False)
         self._progress = Progress(
@@ -48,6 +58,7 @@ class Report:
         self._since = self._began = (time.monotonic(), first_step)
         if self.enabled:
             self._drop_rows_after(first_step)
+        self._sinks = [open_sink(first_step) for open_sink in self._openers]
         if self.tracker:
             self.tracker.start()
         status = "FAILED"
@@ -60,6 +71,8 @@ class Report:
             status = "KILLED"
             raise
         finally:
+            for sink in self._sinks:
+                sink.close(status)
             if self.tracker:
                 self.tracker.finish(status)
 
@@ -83,11 +96,15 @@ class Report:
             yield batch
 
     def pace(self, step: int, batch_size: int) -> Row:
-        """Return images per second and the share of time spent waiting for images, since the last call."""
+        """Return images per second and the share of time spent waiting for images, since the last call.
+
+        On a GPU also the highest memory in use so far.
+        """
         (then, before), now = self._since, time.monotonic()
         passed, waited = max(now - then, 1e-9), self._waited
         self._since, self._waited = (now, step), 0.0
-        return {"images_per_s": (step - before) * batch_size / passed, "loader_wait": min(waited / passed, 1.0)}
+        peak = {"gpu_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
+        return {"images_per_s": (step - before) * batch_size / passed, "loader_wait": min(waited / passed, 1.0), **peak}
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
         """Write one line of metrics.jsonl, which MLflow gets as well; the bar shows the newest values."""
@@ -95,6 +112,8 @@ class Report:
             return
         system = self.system.read() if self.system else {}
         self._append(json.dumps({"step": step, "epoch": epoch, "time": now(), **metrics, **system}) + "\n")
+        for sink in self._sinks:
+            sink.row(step, {**metrics, **system})
         if self.tracker:
             self.tracker.flush()
         self._newest |= metrics

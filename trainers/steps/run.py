@@ -1,6 +1,7 @@
 """A job made ready to train: the model in its engine, the run folder, the MLflow run."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,8 +9,11 @@ from torch import Tensor
 import zoo
 from certizoo.documents import yaml_of
 from certizoo.files import write_whole
+from certizoo.reading import Reading
 from certizoo.registry import credentials
 from certizoo.registry.track import Tracker
+from certizoo.shards import train_loader
+from certizoo.shards.read import TrainBatches
 from trainers.engine.engine import Engine
 from trainers.engine.world import World
 from trainers.job import checkpoint
@@ -17,6 +21,7 @@ from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
+from trainers.steps.sinks import SINKS
 from zoo.layers.cap import caps_still, settle_caps_
 
 
@@ -44,6 +49,26 @@ class Run:
         return self.engine.world
 
 
+def batches_from(run: Run, position: Position, epochs: int = 1) -> TrainBatches:
+    """Return this rank's micro-batches of the rest of the position's epoch, and of the epochs after it."""
+    job, world, engine = run.job, run.world, run.engine
+    own = Reading(world.size, 1, engine.micro_batch, 0)
+    return train_loader(
+        job.train_set,
+        job.data,
+        batch_size=engine.micro_batch,
+        epoch=position.epoch,
+        seed=job.seed,
+        rank=world.rank,
+        world_size=world.size,
+        before=position.readings,
+        skip_batches=position.batches(own, job.train.batch_size),
+        epochs=epochs,
+        per_epoch=run.steps_per_epoch * engine.accumulation,
+        device=world.device,
+    )
+
+
 def assemble(job: Job, world: World) -> Run:
     """Build the model, the same on every rank, and its engine; rank 0 opens the run folder."""
     torch.manual_seed(job.seed)
@@ -62,7 +87,8 @@ def assemble(job: Job, world: World) -> Run:
         start = Saved(checkpoint.tag(0), Position(), world.size, job.fingerprint)
         write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
-    report = Report(job.run_dir, job.total_steps, enabled=world.rank == 0, tracker=tracker)
+    sinks = [partial(SINKS[name], job) for name in job.train.log_to if world.rank == 0]
+    report = Report(job.run_dir, job.total_steps, enabled=world.rank == 0, tracker=tracker, sinks=sinks)
     return Run(job, built, report, job.steps_per_epoch, job.total_steps, penalties)
 
 

@@ -2,6 +2,7 @@
 
     for every micro-batch (of which only the last advances the power iteration of capped layers)
         mixed_batch          Mixup and CutMix                                       techniques/mix.py
+        embedded             numbers of words become embeddings (text)              sentences.py
         sharpness            SAM: until the gradient is computed, weights are w + e techniques/sam.py
         OBJECTIVES[name]     the loss; its attack sees the bare module, masked      objectives/, techniques/masks.py
         with_penalties       MSVP and hinge, with the last micro-batch              penalties.py
@@ -30,10 +31,12 @@ from trainers.job import checkpoint
 from trainers.objectives import OBJECTIVES, Probe, Terms
 from trainers.seeds import seed_of
 from trainers.steps.run import Run
+from trainers.steps.sentences import embedded
 from trainers.techniques.masks import masked
 from trainers.techniques.mix import mixed
 from trainers.techniques.sam import ascended
 from zoo.layers.cap import caps_still
+from zoo.models.sentences import Padded
 
 Batch = tuple[Tensor, Tensor]
 
@@ -47,14 +50,15 @@ class NonFinite(UserError):
 
 
 def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict[str, float]:
-    """Make one update; return the objective's terms, averaged over the images of all ranks."""
+    """Make one update; return the objective's terms, averaged over the images of all ranks, and the gradient's norm."""
     core, count = run.engine, run.engine.accumulation
     core.train()
-    probe = make_probe(run, step)
+    of_step = make_probe(run, step)
     sums: Terms = {}
     for index in range(count):
         last = index == count - 1
         batch = mixed_batch(run, next(batches), step, index)
+        probe, batch = embedded(of_step, core.module, batch)
         with sharpness(run, probe, batch):
             with nullcontext() if last else caps_still(core.module):
                 terms = OBJECTIVES[run.job.objective.name](probe, *batch)
@@ -70,7 +74,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
     if not core.updated():  # ZeRO would silently continue, step after step
         refuse_non_finite(run, {"gradient": math.nan}, step, lr, sums)
     run.world.same_buffers(core.module)
-    return means
+    return means | core.gradient_norm()
 
 
 def make_probe(run: Run, step: int) -> Probe:
@@ -82,11 +86,14 @@ def make_probe(run: Run, step: int) -> Probe:
     generator = Generator(run.world.device).manual_seed(seed_of(job.seed, "attack", step, rank))
     of_masks = Generator().manual_seed(seed_of(job.seed, "masks", step, rank))
 
-    def attack(images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
+    def attack(images_BCHW: Tensor, labels_B: Tensor, kept_BN: Tensor | None = None) -> Tensor:
         # Adversarial training uses the last iterate; several restarts need a choice between them.
         worst = job.attack.restarts > 1
         grown = job.attack.within(min(1.0, progress / warmup)) if warmup else job.attack
         with core.attacked() as module, masked(core.module, job.masks, progress, of_masks) as disturb:
+            if kept_BN is not None:
+                module = of_padded = Padded(module, kept_BN)
+                disturb = of_padded.still
             return grown.run(module, images_BCHW, labels_B, generator, keep_worst=worst, disturb=disturb)
 
     def predict(images_BCHW: Tensor) -> Tensor:

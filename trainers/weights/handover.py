@@ -18,6 +18,7 @@ from certizoo.commit import git_commit
 from certizoo.documents import read_json
 from certizoo.files import write_whole
 from certizoo.registry import credentials
+from certizoo.shards.config import TEXT
 from certizoo.text import plain
 from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings
@@ -43,6 +44,8 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
                 f"{job.handover} could not be written ({error}); free some space, then repeat the command with "
                 "resume=auto"
             ) from None
+        if job.data.kind == TEXT:
+            write_whole(job.handover / zoo.handover.TOKENIZER, job.data.tokens.read_text())
         write_whole(job.handover / "metrics.json", json.dumps({"step": step, **metrics}, indent=1))
     engine.world.barrier()
 

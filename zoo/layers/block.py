@@ -76,9 +76,10 @@ class NormFirstBlock(nn.Module):
         self.norm2, self.mlp = norm2, mlp
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x_BND: Tensor) -> Tensor:
+    def forward(self, x_BND: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply the block; a `bias` is added to the scores, such as -inf for padding in training."""
         x_BND = self.norm1(x_BND)
-        x_BND = x_BND + self.drop_path(self.attn(x_BND))
+        x_BND = x_BND + self.drop_path(self.attn(x_BND) if bias is None else self.attn(x_BND, bias))
         return self.mlp(self.norm2(x_BND))
 
 

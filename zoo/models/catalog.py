@@ -4,6 +4,7 @@ A name is `<variant>_<backbone>_<size>` (`l2_deit_ti`), or one of the families a
 other than 16 have names where CertViT uses them (`_p8`, `_p32`); otherwise they are an option.
 """
 
+import itertools
 from typing import Any
 
 from zoo import attention as attention_files
@@ -202,6 +203,21 @@ LOFAST: Options = LOFAST_C10 | {
 }
 LOFAST_SIZES = {128: (3, 4, 5), 384: (2, 4, 6, 8, 12)}  # width: layers
 
+# LoFAST, appendix D: sentences of at most 32 tokens of width 64; their embeddings are the input
+# (zoo/models/sentences.py). They are not divided by a std, so that a radius is one of raw embeddings; a centred one is
+# at most 4 long.
+OF_PATCHES = ("patch_size", "stem", "patch_cap", "patch_constraint", "gpsa_layers", "locality_strength", "gating_init")
+LOFAST_TEXT: Options = {key: value for key, value in LOFAST.items() if key not in OF_PATCHES} | {
+    "backbone": "text",
+    "num_classes": 2,
+    "img_size": 32,
+    "in_chans": 2,
+    "embed_dim": 64,
+    "vocabulary": 16_384,
+    "mean": (0.5,),
+    "std": (1.0,),
+}
+
 # CoViT, on CIFAR-10 resized to 224: mean pooling, then the norm; no class token. (The released code averages over
 # one as well.) CoViT replaces attention by 1-D convolutions over the tokens.
 CAUCHY: Options = VIT | {
@@ -324,6 +340,8 @@ def _families() -> dict[str, Options]:
     for width, depths in LOFAST_SIZES.items():
         size = {"embed_dim": width, "num_heads": 8 if width == 384 else 4}
         found |= {f"lofast_vit_w{width}_l{depth}": LOFAST | size | {"depth": depth} for depth in depths}
+    for depth, heads in itertools.product((3, 6), (4, 8)):
+        found[f"lofast_text_l{depth}_h{heads}"] = LOFAST_TEXT | {"depth": depth, "num_heads": heads}
     for size_name, (depth, heads, own) in CAUCHY_VITS.items():
         found[f"dp_vit_{size_name}"] = CAUCHY | {"attention": {"name": "dp"}, "depth": depth, "num_heads": heads} | own
     for size_name, (depth, kernels, own) in COVITS.items():

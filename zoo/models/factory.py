@@ -179,6 +179,16 @@ def _vit(options: Options) -> nn.Module:
     return ViT(block=block, norm=norm, init=init, cls_after=gpsa_layers, **options)
 
 
+def _text(options: Options) -> nn.Module:
+    """Build a ViT of embedded sentences. Raises UserError for parts that cannot skip padding in training."""
+    if options["block"] != "normfirst" or options["global_pool"] != "avg":
+        raise UserError(
+            f"block={options['block']} global_pool={options['global_pool']}: text models have block=normfirst and "
+            "global_pool=avg"
+        )
+    return _vit(options | {"patch_size": 1, "gpsa_layers": 0, "locality_strength": 1.0, "gating_init": 1.0})
+
+
 def _swin(options: Options) -> nn.Module:
     """Build Swin. Its stages differ in width and heads, so the parts receive both there."""
     variants, qkv_bias = attention_files.variants(), options.pop("qkv_bias")
@@ -196,7 +206,7 @@ def _convnet(options: Options) -> nn.Module:
     return ConvNet(init=_choice("init", options.pop("init"), INITS), **options)
 
 
-BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"convnet": _convnet, "vit": _vit, "swin": _swin}
+BACKBONES: dict[str, Callable[[Options], nn.Module]] = {"convnet": _convnet, "vit": _vit, "text": _text, "swin": _swin}
 
 
 def _attention(options: Options) -> Callable[[], nn.Module]:

@@ -26,6 +26,7 @@ SIZES = {
     "layers": (0, 65_536),
     "hidden": (1, 1_000_000),
     "stem": (1, 65_536),
+    "vocabulary": (2, 65_536),
 }
 LISTS = ("depths", "layers", "hidden")
 ROWS = "(channels, kernel size, stride, padding)"  # of convolutions

@@ -184,6 +184,11 @@ def _tiny_vit(options: Options) -> Options:
     return tiny | {"gpsa_layers": min(options["gpsa_layers"], 1), "stem": stem}
 
 
+def _tiny_text(options: Options) -> Options:
+    """Use sentences of 12 tokens."""
+    return {"img_size": 12, "embed_dim": 12 * options["in_chans"], "depth": 2, "num_heads": 3, "vocabulary": 16}
+
+
 def _tiny_swin(options: Options) -> Options:
     """Use two stages: 4 windows of 3 x 3 patches, plain and shifted, then one window that is the whole grid."""
     return {
@@ -202,7 +207,12 @@ def _tiny_convnet(options: Options) -> Options:
     return {"img_size": 22, "layers": layers, "hidden": (8,) * len(options["hidden"])}
 
 
-TINY: dict[str, Callable[[Options], Options]] = {"vit": _tiny_vit, "swin": _tiny_swin, "convnet": _tiny_convnet}
+TINY: dict[str, Callable[[Options], Options]] = {
+    "vit": _tiny_vit,
+    "text": _tiny_text,
+    "swin": _tiny_swin,
+    "convnet": _tiny_convnet,
+}
 
 
 def lofast_refusal(name: str, **overrides: Any) -> str:

@@ -47,6 +47,10 @@ def _vit(options: Options) -> Options:
     }
 
 
+def _text(options: Options) -> Options:
+    return {"first_conv": (), "classifier": "head"}
+
+
 def _swin(options: Options) -> Options:
     side = options["img_size"] // options["patch_size"]
     for _ in options["depths"][1:]:
@@ -59,9 +63,10 @@ def _convnet(options: Options) -> Options:
     return {"first_conv": "convs.0", "classifier": "head", "pool_size": (side, side)}
 
 
-PARTS: dict[str, Callable[[Options], Options]] = {"vit": _vit, "swin": _swin, "convnet": _convnet}
+PARTS: dict[str, Callable[[Options], Options]] = {"vit": _vit, "text": _text, "swin": _swin, "convnet": _convnet}
 LEVELS: dict[str, Callable[[Options], int]] = {  # the number of intermediate features
     "vit": lambda options: int(options["depth"]),
+    "text": lambda options: int(options["depth"]),
     "swin": lambda options: len(options["depths"]),
     "convnet": lambda options: len(options["layers"]),
 }

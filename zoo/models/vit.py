@@ -38,11 +38,13 @@ from zoo.layers.patches import (
     ConvStem,
     Normalize,
     by_products_,
+    normalize_rounding,
     patches_gram,
     patches_norm,
     patches_rounding,
     tokens,
 )
+from zoo.models.sentences import SentenceEmbed
 
 
 class ViT(nn.Module):
@@ -70,6 +72,8 @@ class ViT(nn.Module):
             projection of patches makes them.
         patch_cap: cap on the spectral norm of the patch embedding (None: free).
         patch_constraint: keeps that norm at 1 instead, by 'aol' or 'orthogonal' (None: not).
+        vocabulary: the number of words of a text model, whose images are embedded sentences of at most `img_size`
+            tokens, one a row (zoo/models/sentences.py); None: the images are images.
     """
 
     grad_checkpointing = False  # `set_grad_checkpointing`
@@ -97,6 +101,7 @@ class ViT(nn.Module):
         stem: Sequence[int | Sequence[int]] | None = None,
         patch_cap: float | None = None,
         patch_constraint: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__()
         if img_size % patch_size:
@@ -116,8 +121,12 @@ class ViT(nn.Module):
         ]
         self.normalize = Normalize(mean, std)
         sizes = (img_size, patch_size, in_chans, embed_dim)
-        self.patch_embed: PatchEmbed | ConvStem
-        if stem is None:
+        self.patch_embed: PatchEmbed | ConvStem | SentenceEmbed
+        if vocabulary is not None:
+            if in_chans * img_size != embed_dim:
+                raise UserError(f"embed_dim={embed_dim} is not in_chans={in_chans} * img_size={img_size}; change one")
+            self.patch_embed = SentenceEmbed(img_size, embed_dim, vocabulary)
+        elif stem is None:
             self.patch_embed = PatchEmbed(*sizes, bias=bias)
             by_products_(self.patch_embed)
         else:
@@ -154,6 +163,8 @@ class ViT(nn.Module):
         """Add positions to tokens of patches, and the class token if it is there from the start."""
         if self.cls_after == 0:
             x_BND = self.add_cls_token(x_BND)
+        if isinstance(self.patch_embed, SentenceEmbed):
+            return x_BND + self.pos_embed[:, : x_BND.shape[1]]
         return x_BND + self.pos_embed
 
     def add_cls_token(self, x_BND: Tensor) -> Tensor:
@@ -247,7 +258,8 @@ class ViT(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay skips, in addition to those of one axis; the name is timm's."""
-        return {"pos_embed", "cls_token"}
+        words = {"patch_embed.words"} if isinstance(self.patch_embed, SentenceEmbed) else set()
+        return {"pos_embed", "cls_token"} | words
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the linear head, or remove it (0 classes). `global_pool=""` also removes the pooling."""
@@ -276,6 +288,35 @@ def _embedding(module: ViT) -> Layer:
         return module.embed(x_BCHW), lambda r: norm * r
 
     return Step(layer, (module.patch_embed,))
+
+
+def _sentence(module: ViT) -> Affine:
+    """Return the link of embedded sentences: a diagonal map, other places for the numbers, and positions."""
+
+    def gain_D() -> Tensor:
+        gain_C11 = (1 / module.normalize.std.double()).expand(module.in_chans, 1, 1)
+        return gain_C11.flatten().repeat_interleave(module.embed_dim // module.in_chans)
+
+    def rule() -> Layer:
+        gain = gain_D().max()
+
+        def layer(x_BCNT: Tensor) -> tuple[Tensor, Bound]:
+            _, tokens_N, width = module.patch_embed(x_BCNT).shape
+            if tokens_N > module.pos_embed.shape[1] or width != module.embed_dim:
+                raise NoRule(module, f"a sentence has {tokens_N} tokens of width {width}; it takes fewer, or others")
+            return module.embed(x_BCNT), lambda r: gain * r
+
+        return Step(layer, ("embedding",))
+
+    def gram() -> Callable[[Tensor], Tensor]:
+        square_D = gain_D().square()
+        return lambda v_CBND: v_CBND * square_D
+
+    def rounding(precision: Precision) -> Rounding:
+        placed = plus(lambda x_BCNT: module.place(module.patch_embed(x_BCNT)), precision)
+        return composed([normalize_rounding(module.normalize, precision), placed])
+
+    return Affine(module, module.embed, rule, gram, rounding)
 
 
 def _constants(module: ViT) -> int:
@@ -404,6 +445,8 @@ class OneToken:
 
 def _entrance(module: ViT) -> Links:
     """Return the links from the image to the tokens of the first block."""
+    if isinstance(module.patch_embed, SentenceEmbed):
+        return (_sentence(module),)
     if isinstance(module.patch_embed, ConvStem):
         return module.normalize, module.patch_embed.convs, _placing(module)
     embedding = Affine(

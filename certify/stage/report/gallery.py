@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,17 +26,26 @@ def chosen(table: pd.DataFrame, method: str, eps: float) -> tuple[list[int], lis
     return [list(map(int, part.index[:COUNT])) for part in (weakest, strongest)]  # type: ignore[return-value]
 
 
-def pictures(batches: Iterable[tuple[list[str], Tensor, Tensor]], rows: Collection[int]) -> dict[int, str]:
-    """Return row -> data: URI, from batches (keys, images, labels) that begin with row 0."""
+def pictures(
+    batches: Iterable[tuple[list[str], Tensor, Tensor]], rows: Collection[int], words: Sequence[str] | None = None
+) -> dict[int, str]:
+    """Return row -> data: URI, from batches (keys, images, labels) that begin with row 0.
+
+    Of sentences, whose batches are numbers of `words`, return row -> sentence.
+    """
     found: dict[int, str] = {}
     first, last = 0, max(rows, default=-1)
     for _, images_BCHW, _ in batches:
         inside = range(first, first + len(images_BCHW))
-        found |= {row: data_uri(images_BCHW[row - first]) for row in rows if row in inside}
+        found |= {row: _seen(images_BCHW[row - first], words) for row in rows if row in inside}
         first = inside.stop
         if first > last:
             break
     return found
+
+
+def _seen(given: Tensor, words: Sequence[str] | None) -> str:
+    return data_uri(given) if words is None else " ".join(words[number] for number in given.tolist() if number)
 
 
 def data_uri(image_CHW: Tensor) -> str:

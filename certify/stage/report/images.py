@@ -75,11 +75,13 @@ def _figure(summary: Summary, row: dict[Any, Any], uri: str, names: Sequence[str
         "proof": str(row[f"certified.{eps}"]),
         "PGD": "withstood" if row[f"pgd.{eps}"] else "beaten",
     }
-    image = el(
-        "img",
-        src=uri,
-        alt=f"test image {row['key']}, label {row['label']}",
-        class_="pixels" if uri.startswith("data:image/png") else None,
-    )
+    image = _shown(uri, f"test image {row['key']}, label {row['label']}")
     lines = [part for word, value in entries.items() for part in (el("dt", word), el("dd", value))]
     return el("figure", image, el("figcaption", el("dl", *lines)))
+
+
+def _shown(given: str, description: str) -> Element:
+    """Return an image from its data: URI, or a sentence."""
+    if not given.startswith("data:image/"):
+        return el("blockquote", data(given))
+    return el("img", src=given, alt=description, class_="pixels" if given.startswith("data:image/png") else None)

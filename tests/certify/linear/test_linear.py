@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from benchmarks.vnncomp import vit
 from certify import certified_radius, certify
 from certify.api import certifier
+from certify.linear.backward import Bounds, lowest
 from certify.linear.linear import Linear, LinearAnalysis
+from certify.linear.tuned import tuned
 from certify.shared.bake import bake
 from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
@@ -155,9 +157,13 @@ def test_a_mlp_has_the_bounds_of_a_dense_oracle(seed: int, norm: str) -> None:
     for eps in (0.001, 0.02, 0.1):
         with torch.no_grad():
             expected = slow_crown(model, x.flatten(), eps, 2 if norm == "l2" else 1)
-            loss_J = analysis._loss(y, torch.full((1,), eps, dtype=torch.float64))[0]
-        bound_J = analysis.clean.margin_BJ[0] - loss_J
-        torch.testing.assert_close(bound_J[1:], expected[1:], rtol=1e-9, atol=1e-9)
+            eps_B = torch.full((1,), eps, dtype=torch.float64)
+            bounds = Bounds.on_balls(analysis._program, x.unsqueeze(1), eps_B, analysis.ball)
+            classes = torch.eye(4, dtype=torch.float64)
+            rows = (classes[:1] - classes)[None, 1:]
+            bound_R = lowest(bounds, rows)[0]
+            torch.testing.assert_close(bound_R, expected[1:], rtol=1e-9, atol=1e-9)
+            assert (tuned(bounds, rows)[0] >= bound_R - 1e-9).all()
 
 
 def test_offsets_that_cancel_are_rounding() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from certizoo.shards import kernels
-from certizoo.shards.augment import RATIO, SCALE, augmentation, crop_box
+from certizoo.shards.augment import RATIO, SCALE, augmentation, crop_box, erasing
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
@@ -68,6 +68,18 @@ def test_crops_lie_in_the_image_and_have_the_right_shape(width: int, height: int
     if min(width, height) > 64 and RATIO[0] <= width / height <= RATIO[1]:  # otherwise the fallback may be needed
         assert SCALE[0] * 0.95 <= (right - left) * (bottom - top) / (width * height) <= SCALE[1]
         assert RATIO[0] * 0.95 <= (right - left) / (bottom - top) <= RATIO[1] * 1.05
+
+
+def test_erasing_blackens_one_rectangle_of_a_share_of_the_views() -> None:
+    view = erasing(lambda image_HWC, seed: image_HWC, 0.5)
+    image_HWC = np.full((32, 24, 3), 7, np.uint8)
+    black = [(view(image_HWC, seed) == 0).all(2) for seed in range(300)]
+    assert 0.4 < np.mean([found.any() for found in black]) < 0.6
+    for found in black:
+        rows, columns = found.any(1), found.any(0)
+        assert found.sum() == rows.sum() * columns.sum() <= 0.36 * found.size
+    assert (image_HWC == 7).all()
+    assert np.array_equal(view(image_HWC, 1), view(image_HWC, 1))
 
 
 def test_crops_go_everywhere_and_half_are_mirrored() -> None:

@@ -1,5 +1,6 @@
 """Names of sets, folders and members are taken as they are spelled: no glob, no markup, no second meaning."""
 
+import argparse
 import ast
 import gzip
 import io
@@ -14,7 +15,7 @@ import torch
 
 from certizoo import UserError, shards
 from certizoo.shards import DataConfig
-from certizoo.shards.__main__ import main
+from certizoo.shards.__main__ import main, parser
 from certizoo.shards.tar import ENDINGS
 from tests.tools.folders import FILES, ROOT, parsed
 from tests.tools.hostile_shards import png
@@ -28,12 +29,20 @@ def config(root: Path, ending: str = ".tar") -> DataConfig:
     return DataConfig("toy", str(root), f"toy-train-*{ending}", f"toy-test-*{ending}", 2, 8)
 
 
+def written(path: Path) -> Path:
+    path.write_text("sentence\tlabel\na fine film\t1\n")
+    return path
+
+
 # every way by which a set gets its name
 NAMES: dict[str, Callable[[Path, str], object]] = {
     "write()": lambda root, name: shards.write(ARRAYS, root / "out", name=name, split="train"),
     "data.name": lambda root, name: DataConfig(name, str(root), "a", "b", 2, 8),
     "shards folder": lambda root, name: main(
         ["folder", str(root / "pictures"), str(root / "out"), f"--name={name}", "--split=train"]
+    ),
+    "shards text": lambda root, name: main(
+        ["text", str(written(root / "s.tsv")), str(root / "out"), f"--name={name}", "--split=train"]
     ),
     "shards torchvision": lambda root, name: main(["torchvision", "MNIST", str(root / "out"), f"--name={name}"]),
     "shards index": lambda root, name: main(["index", str(root / "out"), f"--name={name}"]),
@@ -50,13 +59,9 @@ def test_a_name_that_is_a_glob_or_a_path_is_refused_by_every_door(door: str, nam
 
 
 def test_every_command_that_takes_a_name_is_a_door() -> None:
-    tree = parsed(ROOT / "certizoo/shards/__main__.py")
-    takers = {
-        ast.unparse(call.func.value)  # type: ignore[attr-defined]
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == "'--name'"
-    }
-    assert takers == {f"make_{door.removeprefix('shards ')}" for door in NAMES if door.startswith("shards ")}
+    (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    takers = {f"shards {name}" for name, each in commands.choices.items() if "--name" in each._option_string_actions}
+    assert takers == {door for door in NAMES if door.startswith("shards ")}
 
 
 @pytest.mark.parametrize("other", ["toy-train-2", "toy-train", "toy-train-000000"])

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from certizoo import UserError, shards
-from certizoo.shards import DataConfig, Reading, ShardSet
+from certizoo.reading import Reading
+from certizoo.shards import DataConfig, ShardSet
 from certizoo.shards.augment import augmentation, flip_crop, mix
 from certizoo.shards.batch import Batch
 from certizoo.shards.plan import segments, share

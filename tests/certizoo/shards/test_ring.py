@@ -40,8 +40,8 @@ def test_batches_that_are_kept_stay_as_they_were(digits: Path, workers: int) -> 
 
 
 def test_a_slot_that_was_used_again_is_seen() -> None:
-    ring = Ring(1, size=2, channels=1, side=4)
-    assert ring.images_WSBCHW.nbytes == shared_bytes(1, size=2, channels=1, side=4)
+    ring = Ring(1, 2, 1, 4, 4)
+    assert ring.images_WSBCHW.nbytes == shared_bytes(1, 2, 1, 4, 4)
     pages = ring.pages(0)
     first = next(pages)
     assert first.slot is not None
@@ -60,4 +60,4 @@ def test_too_little_shared_memory_is_one_line_with_the_fix(monkeypatch: pytest.M
 
     monkeypatch.setattr(Tensor, "share_memory_", refused)
     with pytest.raises(Exception, match=r"No space left.*fewer data.workers"):
-        Ring(2, size=2, channels=1, side=4)
+        Ring(2, 2, 1, 4, 4)

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from certizoo.shards.batch import Batch
-from certizoo.shards.read import TrainBatches
+from certizoo.shards.read import Batches
 from trainers import ranks
 from trainers.entry import main
 
-received = TrainBatches.received
+received = Batches.received
 
 
-def recorded(loader: TrainBatches) -> Iterator[Batch]:
+def recorded(loader: Batches) -> Iterator[Batch]:
     path = Path(f"keys-{ranks.rank()}-of-{ranks.world_size()}.txt")
     for batch in received(loader):
         with path.open("a") as file:
@@ -20,5 +20,5 @@ def recorded(loader: TrainBatches) -> Iterator[Batch]:
 
 
 if __name__ == "__main__":
-    TrainBatches.received = recorded  # type: ignore[method-assign]
+    Batches.received = recorded  # type: ignore[method-assign, assignment]
     main("adv_train")

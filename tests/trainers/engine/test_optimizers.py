@@ -31,6 +31,20 @@ def test_ends_vectors_and_tables_are_left_to_adamw(name: str) -> None:
     assert inside <= turned | {key for key in inside if key not in names.values()}, "or they are parametrised"
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_layers_nearer_to_the_images_learn_slower(name: str) -> None:
+    """The head has the whole learning rate; in timm the last norm is a layer of its own."""
+    model = zoo.create_model("spec_vit_ti", **(tiny_options("spec_vit_ti") | {"depth": 2}))
+    groups = make_optimizer(model, OptimizerConfig(name, LR, layer_decay=0.5)).param_groups
+    scale = {id(weight): group["lr_scale"] for group in groups for weight in group["params"]}
+    found = {key: scale[id(weight)] for key, weight in model.named_parameters()}
+    layers = ["head", "norm", "blocks.1", "blocks.0", ""]
+    for key, value in found.items():
+        layer = next(number for number, start in enumerate(layers) if key.startswith(start))
+        assert value == 0.5**layer, key
+    assert len(set(found.values())) == len(layers)
+
+
 def test_a_step_is_that_of_the_oracles() -> None:
     """For matrices M/|M| = U S V^T the step is U D V^T with D near 1, scaled; for the rest it is AdamW's."""
     torch.manual_seed(0)

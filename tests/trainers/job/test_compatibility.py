@@ -32,6 +32,13 @@ CERTVIT = (
 )  # fmt: skip
 UNTIED = "model.attention={name:l2,tied:false}"  # no certificate has a rule for it
 
+TEXT = (
+    "+model=lofast_text_l3_h4",
+    "data=sst2",
+    "train.batch_size=2",
+    "certify.enabled=false",
+    "registry.enabled=false",
+)
 LOOK = (*TINY, "certify.enabled=true", "certify.images=20", "train.certify_images=32")
 
 # rule -> (script, overrides, words of the refusal), on 2 ranks
@@ -120,6 +127,11 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*TINY, "model.patch_size=16"], "img_size 8 is not a multiple of patch_size 16"),
         ("adv_train", [*TINY, "model.num_heads=3"], "width 32 is not a multiple of num_heads 3"),
     ],
+    "text_has_objectives_of_logits": [
+        ("adv_train", [*TEXT, "objective=trades"], "use objective=clean or pgd_at"),
+        ("adv_train", [*TEXT, "deepspeed=zero3"], "use deepspeed=zero2 for text"),
+        ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0 or false for text"),
+    ],
     "lipschitz_objectives_suit_the_model": [("adv_train", [*TINY, "objective=gloro"], "use a model conv_")],
     "recomputing_finds_blocks": [("adv_train", [*CONV, "train.grad_checkpointing=true"], "recomputes blocks")],
     "masks_find_attention_and_patches": [
@@ -155,6 +167,10 @@ FIRST = [(rule, *cases[0]) for rule, cases in CASES.items()]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     certizoo.shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    for split in ("train", "test"):
+        (folder / "s.tsv").write_text("sentence\tlabel\na fine film\t1\na dull one\t0\n")
+        words = ["text", str(folder / "s.tsv"), str(folder / "data" / "sst2"), "--name=sst2", f"--split={split}"]
+        certizoo.shards.__main__.main(words)
     return folder
 
 
