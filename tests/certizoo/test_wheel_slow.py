@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from certizoo.ports import free_port
 from tests.tools.launching import ROOT, environment
 
 pytestmark = pytest.mark.slow
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
 BUILT_OF = ("pyproject.toml", "README.md", "LICENSE")  # files beside the packages
 
 
@@ -28,23 +30,42 @@ def done(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return `certizoo` of a wheel built from a copy of the tree, in an environment with this one's libraries."""
-    root = tmp_path_factory.mktemp("wheel")
-    tree, wheels, venv = root / "tree", root / "wheels", root / "venv"
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a wheel and a source archive, built from a copy of the tree."""
+    root = tmp_path_factory.mktemp("archives")
+    tree, dist = root / "tree", root / "dist"
     tree.mkdir()
     for name in [*BUILT_OF, *(path.parent.name for path in ROOT.glob("*/py.typed"))]:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    done(*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", wheels, cwd=tree)
+    for kind in ("wheel", "sdist"):
+        done(sys.executable, "-c", BUILD.format(kind=kind), dist, cwd=tree)
     shutil.rmtree(tree)
+    return dist
+
+
+@pytest.fixture(scope="module")
+def program(archives: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return `certizoo` of the wheel, in an environment with this one's libraries."""
+    root = tmp_path_factory.mktemp("wheel")
+    venv, pip = root / "venv", (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     done(sys.executable, "-m", "venv", "--without-pip", venv, cwd=root)
     site = next((venv / "lib").glob("python*/site-packages"))
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    wheel = next(wheels.glob("certizoo-*.whl"))
+    wheel = next(archives.glob("certizoo-*.whl"))
     done(*pip, "--python", venv / "bin" / "python", "install", "--no-deps", "--no-index", wheel, cwd=root)
     return venv / "bin" / "certizoo"
+
+
+def test_the_archives_are_valid_and_hold_the_data_files(archives: Path) -> None:
+    """`twine check --strict`, as before an upload."""
+    wheel, source = next(archives.glob("*.whl")), next(archives.glob("*.tar.gz"))
+    assert done(sys.executable, "-m", "twine", "check", "--strict", wheel, source, cwd=archives).count("PASSED") == 2
+    with tarfile.open(source) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("certizoo/configs/certify.yaml", "zoo/weights/table.yaml", "certify/photos/samples/ship.png"):
+        assert name in held
+    assert wheel.stat().st_size < 40 * 2**20
 
 
 @pytest.fixture
@@ -73,7 +94,9 @@ def test_models_shards_and_certificates(program: Path, empty: Path) -> None:
     done(program, "shards", "digits", "data/digits", cwd=empty)
     assert (empty / "data" / "digits" / "digits.json").is_file()
     Image.new("RGB", (90, 60), "navy").save(empty / "sea.png")
-    words = ("image", "sea.png", "model=cert_vit_c10", "method=adjoint", "steps=5", "out=answers")
+    quick = ("model=cert_vit_c10", "method=adjoint", "steps=5")
+    assert "ship.png: ship" in done(program, "certify", "image", "ship", *quick, cwd=empty)
+    words = ("image", "sea.png", *quick, "out=answers")
     assert "the 32x32 image that the 90x60 photograph" in done(program, "certify", *words, cwd=empty)
     assert len(list((empty / "answers").iterdir())) == 2
     assert "--space NAME" in done(program, "tune", "--help", cwd=empty)
