@@ -1,4 +1,4 @@
-"""Worker of tests/trainers/engine/test_optimizers.py: a step with layer-wise decay is the plain one at each ZeRO stage."""
+"""Worker of tests/trainers/engine/test_optimizers.py: at each ZeRO stage, a step with layer-wise decay is plain."""
 # ruff: noqa: E402
 
 import copy
