@@ -1,11 +1,13 @@
 """Muon rotates the hidden matrices and nothing else; its step follows an oracle of singular vectors."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 import pytest
 import torch
 
 import zoo
+from tests.tools.launching import ROOT, run_ranks
 from tests.tools.small_models import distinct
 from trainers.engine.optimizers import is_hidden_matrix, make_optimizer
 from trainers.settings import OptimizerConfig
@@ -33,16 +35,21 @@ def test_ends_vectors_and_tables_are_left_to_adamw(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_layers_nearer_to_the_images_learn_slower(name: str) -> None:
-    """The head has the whole learning rate; in timm the last norm is a layer of its own."""
+    """The head has the whole learning rate; in timm the last norm belongs to the last block."""
     model = zoo.create_model("spec_vit_ti", **(tiny_options("spec_vit_ti") | {"depth": 2}))
     groups = make_optimizer(model, OptimizerConfig(name, LR, layer_decay=0.5)).param_groups
     scale = {id(weight): group["lr_scale"] for group in groups for weight in group["params"]}
     found = {key: scale[id(weight)] for key, weight in model.named_parameters()}
-    layers = ["head", "norm", "blocks.1", "blocks.0", ""]
+    layers: list[tuple[str, ...]] = [("head",), ("norm", "blocks.1"), ("blocks.0",), ("",)]
     for key, value in found.items():
         layer = next(number for number, start in enumerate(layers) if key.startswith(start))
         assert value == 0.5**layer, key
     assert len(set(found.values())) == len(layers)
+
+
+@pytest.mark.slow
+def test_layers_learn_so_at_every_stage(tmp_path: Path) -> None:
+    run_ranks(ROOT / "tests" / "tools" / "workers" / "layer_decay.py", cwd=tmp_path)
 
 
 def test_a_step_is_that_of_the_oracles() -> None:
