@@ -41,7 +41,7 @@ from benchmarks.vnncomp import vit, vnnlib
 from benchmarks.vnncomp.contents import content
 from certify.api import certifier, radius_of
 from certify.linear.capture import program_of
-from certify.linear.steps import Box
+from certify.linear.enclosures.steps import Box
 from certify.linear.verdict import PROVED, REFUTED, UNKNOWN, decide
 from certify.methods import METHODS
 from certify.shared.breakdown import FIRST_ORDER, averaged, columns

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from certify.linear.backward import Bounds
-from certify.linear.scalars import Elementwise, Scalar
-from certify.linear.steps import Box, Free
+from certify.linear.enclosures.scalars import Elementwise, Scalar
+from certify.linear.enclosures.steps import Box, Free
 from certify.linear.tuned import STEPS as STEPS_AT_ROOT
 from certify.linear.tuned import ascend, start
 

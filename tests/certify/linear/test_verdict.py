@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from certify.linear.backward import Bounds, lowest
 from certify.linear.branch import Search
 from certify.linear.capture import program_of
-from certify.linear.steps import Box
+from certify.linear.enclosures.steps import Box
 from certify.linear.tuned import tuned
 from certify.linear.verdict import PROVED, REFUTED, UNKNOWN, decide
 from tests.tools.ascent import ascend_box, margin_loss

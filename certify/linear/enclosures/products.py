@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
+from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
 from zoo.arithmetic import OUT, gamma
 
 MOST = 2**20  # free shares of one product
