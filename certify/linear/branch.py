@@ -63,7 +63,7 @@ class Search:
         order = itertools.count()
         heap = [(0.0, next(order), root)]
         while heap and clock() < until:
-            halves = []
+            halves = list[Part]()
             while heap and len(halves) < TOGETHER:
                 halves += self._halves(heapq.heappop(heap)[2])
             for low_R, part in zip(self._bound(halves), halves, strict=True):
