@@ -13,7 +13,7 @@ With --decide SECONDS, a property is attacked, bounded by `linear` on the box it
 verified or refuted, or its time is over. An image that refutes it is of another class for onnxruntime as well.
 
     python -m benchmarks.vnncomp_vit FOLDER [--method best] [--instances 20] [--seconds 600] [--radii 5]
-    python -m benchmarks.vnncomp_vit FOLDER --decide 60 [--instances 20]
+    python -m benchmarks.vnncomp_vit FOLDER --decide 60 [--net pgd_2_3_16] [--instances 20]
 """
 
 import argparse
@@ -41,7 +41,7 @@ from benchmarks.vnncomp import vit, vnnlib
 from benchmarks.vnncomp.contents import content
 from certify.api import certifier, radius_of
 from certify.linear.capture import program_of
-from certify.linear.steps import Box
+from certify.linear.enclosures.steps import Box
 from certify.linear.verdict import PROVED, REFUTED, UNKNOWN, decide
 from certify.methods import METHODS
 from certify.shared.breakdown import FIRST_ORDER, averaged, columns
@@ -273,6 +273,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--method", default="best", choices=METHODS)
+    parser.add_argument("--net", metavar="NAME", help="only this net")
     parser.add_argument("--instances", type=int, metavar="N", help="only the first N of each net")
     parser.add_argument("--seconds", type=float, default=np.inf, help="time limit of a net: start no instance after it")
     parser.add_argument(
@@ -294,6 +295,8 @@ def main() -> None:
     given = arguments()
     rows, found = list[Row](), list[Row]()
     for net, listed in instances(given.folder).items():
+        if given.net not in (None, Path(net).stem):
+            continue
         own = list(rows_of(given.folder, listed[: given.instances], given))
         rows += own
         found.append(summary(Path(net).stem, len(listed), own))

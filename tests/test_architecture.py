@@ -36,7 +36,8 @@ ROOMS: dict[str, set[str]] = {
     "certify/image": {"certify/shared", "certify/adjoint"},
     "certify/taylor": {"certify/shared", "certify/adjoint", "certify/image"},
     "certify/graph": {"certify/shared"},
-    "certify/linear": {"certify/shared", "certify/graph"},
+    "certify/linear/enclosures": set(),
+    "certify/linear": {"certify/shared", "certify/graph", "certify/linear/enclosures"},
     "certify/methods": _ORDERS | {"certify/linear"},
     "certify/rows": set(),
     "certify/served.py": set(),  # published versions refer to it

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certify.linear.enclosures.steps import Box, Free, Relaxed, inner
 from certify.linear.program import Program
-from certify.linear.steps import Box, Free, Relaxed, inner
 from certify.shared.ball import LINF, Ball
 from zoo.arithmetic import OUT, U, gamma, length, nan_to_inf
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from certify.linear.backward import Bounds
-from certify.linear.scalars import Elementwise, Scalar
-from certify.linear.steps import Box, Free
+from certify.linear.enclosures.scalars import Elementwise, Scalar
+from certify.linear.enclosures.steps import Box, Free
 from certify.linear.tuned import STEPS as STEPS_AT_ROOT
 from certify.linear.tuned import ascend, start
 
@@ -63,7 +63,7 @@ class Search:
         order = itertools.count()
         heap = [(0.0, next(order), root)]
         while heap and clock() < until:
-            halves = []
+            halves = list[Part]()
             while heap and len(halves) < TOGETHER:
                 halves += self._halves(heapq.heappop(heap)[2])
             for low_R, part in zip(self._bound(halves), halves, strict=True):

@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from certify.graph.export import SKIPPED, captured_graph, line_of, name_of, other_type
+from certify.linear.enclosures.steps import Shape
 from certify.linear.operations import OPERATIONS
 from certify.linear.program import Lacking, Program, Ref
-from certify.linear.steps import Shape
 from zoo.bounds.rule_table import NoRule
 
 

@@ -1,4 +1,4 @@
-"""Functions of one number: what the enclosures of scalars.py need to know of each."""
+"""Functions of one number: what enclosures/scalars.py needs to know of each."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certify.linear.enclosures.scalars import Convex, Elementwise, Scalar
 from certify.linear.program import Lacking, Program, Ref
-from certify.linear.scalars import Convex, Elementwise, Scalar
 from zoo.bounds.activations import Hinge, Smooth, activation_of
 from zoo.primitives.activations import Kinked
 

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from certify.linear.enclosures.products import Product
+from certify.linear.enclosures.softmax import Softmax
 from certify.linear.functions import activation_rule, clamp, elu, exp, gelu, reciprocal, rsqrt, square
 from certify.linear.moves import OFTEN, ONCE, cat, moved, pad, repeated, reshaped, same, stack
-from certify.linear.products import Product
 from certify.linear.program import Lacking, Program, Ref, affine
-from certify.linear.softmax import Softmax
 from zoo.primitives.activations import Abs
 
 FEW = 8  # roundings of an entry that is scaled or shifted

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from certify.linear.steps import Affine, Pull, Shape, Step, gathered
+from certify.linear.enclosures.steps import Affine, Pull, Shape, Step, gathered
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from certify.linear.backward import Bounds
-from certify.linear.steps import Free
+from certify.linear.enclosures.steps import Free
 
 STEPS, RATE, LAST = 40, 0.1, 0.05  # the last step is this share of the first
 FEW, TOGETHER, SHORT = 256, 64, 10  # hidden functionals: most, at once, and steps

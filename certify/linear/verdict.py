@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from certify.linear.backward import Bounds
 from certify.linear.branch import Search
+from certify.linear.enclosures.steps import Box
 from certify.linear.program import Program
-from certify.linear.steps import Box
 from certify.linear.tuned import by_ascent
 
 STARTS, STEPS = 8, 40

@@ -9,11 +9,11 @@ import torch
 from mpmath import mp
 from torch import Tensor, nn
 
+from certify.linear.enclosures.products import Product
+from certify.linear.enclosures.scalars import LIBM, Elementwise
+from certify.linear.enclosures.softmax import Softmax
+from certify.linear.enclosures.steps import Box, Step
 from certify.linear.functions import EXP, RECIPROCAL, RSQRT, SQUARE, known
-from certify.linear.products import Product
-from certify.linear.scalars import LIBM, Elementwise
-from certify.linear.softmax import Softmax
-from certify.linear.steps import Box, Step
 
 SEED = 3
 Exact = Callable[[list[Any]], Any]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from certify.linear.enclosures.products import Product
+from certify.linear.enclosures.scalars import Convex, Elementwise, Scalar
+from certify.linear.enclosures.softmax import Softmax
+from certify.linear.enclosures.steps import Box, Step
 from certify.linear.functions import EXP, RECIPROCAL, RSQRT, SQUARE, known
-from certify.linear.products import Product
-from certify.linear.scalars import Convex, Elementwise, Scalar
-from certify.linear.softmax import Softmax
-from certify.linear.steps import Box, Step
 from tests.tools.ascent import ascend_box
 from zoo.primitives.activations import Abs
 

@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
+from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
 from zoo.arithmetic import OUT, U
 
 PARTS = 32  # of an interval on which f is curved

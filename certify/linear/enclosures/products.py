@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
+from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
 from zoo.arithmetic import OUT, gamma
 
 MOST = 2**20  # free shares of one product
@@ -97,13 +97,13 @@ class Envelope:
         if self.matrices:
             part_x, part_y = above @ y_u.mT + below @ y_l.mT, x_u.mT @ a
             x_l, x_u, y_l, y_u = x_l.unsqueeze(-1), x_u.unsqueeze(-1), y_l.unsqueeze(-3), y_u.unsqueeze(-3)
-            above, below, axes = above.unsqueeze(-2), below.unsqueeze(-2), (-1, -3)
+            above, below = above.unsqueeze(-2), below.unsqueeze(-2)
         else:
-            part_x, part_y, axes = above * y_u + below * y_l, a * x_u, ()
+            part_x, part_y = above * y_u + below * y_l, a * x_u
         first, last = s * above, s * below
         less_x, less_y = (first - last) * (y_u - y_l), (first + last) * (x_u - x_l)
-        if axes:
-            less_x, less_y = less_x.sum(axes[0]), less_y.sum(axes[1])
+        if self.matrices:
+            less_x, less_y = less_x.sum(-1), less_y.sum(-3)
         const = inner_of_rows(first, x_u * y_u - x_l * y_l) + inner_of_rows(last, x_u * y_l - x_l * y_u)
         const = const - inner(a.clamp(min=0), self._ends[0]) - inner(a.clamp(max=0), self._ends[1])
         return Back(

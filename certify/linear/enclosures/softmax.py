@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.steps import TINY, Back, Box, Free, Shape, inner, rounding_of
+from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, rounding_of
 from zoo.arithmetic import OUT, U, gamma
 
 
