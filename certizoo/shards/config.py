@@ -35,8 +35,8 @@ class DataConfig(Section):
         workers: loader processes per rank.
         on_corrupt: "skip" lets training (never evaluation) skip at most `max_corrupt` samples.
         verify: how shards are compared with their manifest: `size`, `sha256`, or `auto` (sha256 if it takes about a
-            second, else size). Fetched shards and blocks are checked by sha256 on arrival, except with `size`. Cached files
-            are checked by size when opened, and with `sha256` also by sha256; a changed file is fetched again.
+            second, else size). Fetched shards and blocks are checked by sha256 on arrival, except with `size`. Cached
+            files are checked by size when opened, and with `sha256` also by sha256; a changed file is fetched again.
 
     Raises:
         UserError: a value does not exist.
