@@ -114,15 +114,15 @@ def command(track: str, overrides: Sequence[str]) -> str:
 
 
 def markdown(track: str, done: Sequence[Measured]) -> str:
-    """Format one line per lambda: mean and standard deviation over seeds."""
-    columns = list(done[0].accuracy)
-    head = ["lambda", *(f"{name} %" for name in columns), *(f"certified at {eps} %" for eps in EPS)]
+    """Format one line per lambda: mean and standard deviation over seeds, and no radius at which nothing is proved."""
+    columns, shown = list(done[0].accuracy), [eps for eps in EPS if any(one.certified[str(eps)] for one in done)]
+    head = ["lambda", *(f"{name} %" for name in columns), *(f"certified at {eps:g} %" for eps in shown)]
     head += ["median radius", "sigma_max of W_Q, W_K, W_V"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for penalty in LAMBDAS:
         if runs := [one for one in done if one.penalty == penalty]:
             cells = [spread([one.accuracy[name] for one in runs], 1) for name in columns]
-            cells += [spread([one.certified[str(eps)] for one in runs], 1) for eps in EPS]
+            cells += [spread([one.certified[str(eps)] for one in runs], 1) for eps in shown]
             cells.append(spread([one.median_radius for one in runs], 4))
             cells.append(", ".join(spread([one.sigma_max[branch] for one in runs], 2) for branch in "qkv"))
             lines.append(f"| {float(penalty):g} | {' | '.join(cells)} |")
