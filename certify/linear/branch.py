@@ -4,7 +4,8 @@ A unit with z in [l, u], l < 0 < u, is split into z <= 0 and z >= 0, where a ReL
 
     <a, y>  >=  <a, y> - b s z,      b >= 0,
 
-so that any multipliers b give a bound. A functional is proved to be positive once it is on all parts.
+so that any multipliers b give a bound. A functional is proved to be positive once it is on all parts. Proof:
+docs/proofs.md#linear-search.
 
 Letters: B parts, R functionals. Results are known by their numbers.
 """
