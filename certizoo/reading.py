@@ -1,4 +1,4 @@
-"""How ranks read an epoch, or a part of it: known to loaders and to checkpoints, and free of heavy imports."""
+"""The way ranks read an epoch, or a part of it: known to loaders and to checkpoints, and free of heavy imports."""
 
 from typing import NamedTuple
 
