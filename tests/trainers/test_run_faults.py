@@ -68,12 +68,11 @@ def test_another_recipe_is_refused_before_the_first_checkpoint(change: str, word
         prepared(killed, f"++{change}")
 
 
-def test_another_number_of_ranks_is_refused_before_the_first_checkpoint(
-    killed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_ranks_may_begin_again(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"was trained by 1 ranks, but now there are 2; .* start anew"):
-        prepared(killed, "train.batch_size=64")
+    job = prepared(killed, "train.batch_size=64")
+    assert job.saved is not None
+    assert job.saved.position.step == 0
 
 
 def test_the_same_command_begins_again_with_its_first_weights(killed: Path) -> None:

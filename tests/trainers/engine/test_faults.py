@@ -393,7 +393,7 @@ def test_positions_count_epochs() -> None:
         seen.append((position.step, position.epoch, position.batch_in_epoch, position.ends_epoch))
     assert seen == [(1, 0, 1, False), (2, 0, 2, False), (3, 1, 0, True), (4, 1, 1, False), (5, 1, 2, False),
                     (6, 2, 0, True)]  # fmt: skip
-    assert json.loads(json.dumps(vars(position))) == {"step": 6, "epoch": 2, "batch_in_epoch": 0}
+    assert json.loads(json.dumps(vars(position))) == {"step": 6, "epoch": 2, "batch_in_epoch": 0, "before": []}
 
 
 @pytest.mark.parametrize(
