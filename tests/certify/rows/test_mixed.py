@@ -296,7 +296,7 @@ NO_ROW = {
 OTHER: dict[type, dict[str, Any]] = {
     stage.Settings: {
         "method": "adjoint", "norm": "linf", "images": 11,
-        "eps": (0.02, 0.1), "headline_eps": 0.01, "served_dtype": None,
+        "eps": (0.02, 0.1), "headline_eps": 0.01, "search_radii": False, "served_dtype": None,
         "nonce": "another",
         "attack": replace(FEW.attack, steps=4),
     },
