@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from certizoo.shards.batch import Batch
-from certizoo.shards.read import Batches
+from certizoo.shards.read import TrainBatches
 from trainers import ranks
 from trainers.entry import main
 
-received = Batches.received
+received = TrainBatches.received
 
 
-def recorded(loader: Batches) -> Iterator[Batch]:
+def recorded(loader: TrainBatches) -> Iterator[Batch]:
     path = Path(f"keys-{ranks.rank()}-of-{ranks.world_size()}.txt")
     for batch in received(loader):
         with path.open("a") as file:
@@ -20,5 +20,5 @@ def recorded(loader: Batches) -> Iterator[Batch]:
 
 
 if __name__ == "__main__":
-    Batches.received = recorded  # type: ignore[method-assign, assignment]
+    TrainBatches.received = recorded  # type: ignore[method-assign, assignment]
     main("adv_train")
