@@ -281,9 +281,13 @@ def run(name: str, overrides: Sequence[str], at_once: int = 1) -> None:
 
 def command(name: str, overrides: Sequence[str], at_once: int) -> str:
     """Return the command that makes the same table on another machine."""
-    words = ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
     options = [f"--at-once {at_once}"] if at_once > 1 else []
-    return f"make experiment NAME={name} ARGS='{' '.join([*options, *words])}'"
+    return f"make experiment NAME={name} ARGS='{' '.join([*options, *portable(overrides)])}'"
+
+
+def portable(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with SHARDS for the folder of this machine's data."""
+    return ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
 
 
 def training(table: Table, name: str, row: Row, seed: int, overrides: Sequence[str]) -> Training:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.experiments import Training, attacked, loaded, train
+from benchmarks.experiments import Training, attacked, loaded, portable, train
 from benchmarks.record import RESULTS, record
 from certify import certified_radius
 from certizoo.attacks.auto import AutoAttack
@@ -109,8 +109,7 @@ def run(track: str, overrides: Sequence[str]) -> None:
 
 def command(track: str, overrides: Sequence[str]) -> str:
     """Return the command that makes the same table on another machine."""
-    words = ["data.root=SHARDS" if word.startswith("data.root=") else word for word in overrides]
-    return " ".join(["python -m benchmarks.msvp", track, *words])
+    return " ".join(["python -m benchmarks.msvp", track, *portable(overrides)])
 
 
 def markdown(track: str, done: Sequence[Measured]) -> str:

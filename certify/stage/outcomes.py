@@ -75,13 +75,20 @@ def evaluate(
     return pd.DataFrame(rows_of(certifier, served, names, images, labels, method=method, eps_grid=grid, attack=attack))
 
 
-def largest_of(eps_grid: Sequence[float], analysis: Analysis) -> Tensor:
-    """Return the largest eps of the grid that is certified, 0 if none is: (B,)."""
-    radius_B = torch.zeros_like(analysis.clean.margin_BJ[:, 0])
-    for eps in sorted(eps_grid):
-        certified_B = analysis.at(eps).certified_B
-        radius_B = torch.where(certified_B, eps, radius_B)
-    return radius_B
+def answers(analysis: Analysis, eps_grid: Sequence[float], search_radii: bool) -> tuple[Tensor, dict[float, list[str]]]:
+    """Return the radii (B,), and the statuses at every eps.
+
+    An image is certified within its radius. Only a larger eps is asked, to tell `unknown` from `not certified`. Without
+    a search, radii are what these answers prove, from the largest eps down.
+    """
+    radius_B = radius_of(analysis) if search_radii else torch.zeros_like(analysis.clean.margin_BJ[:, 0])
+    statuses = {}
+    for eps in sorted(eps_grid, reverse=True):
+        found = analysis.at(torch.where(radius_B >= eps, 0.0, eps))
+        statuses[eps] = status(found)
+        if not search_radii:
+            radius_B = torch.where(found.certified_B, radius_B.clamp_min(eps), radius_B)
+    return radius_B, statuses
 
 
 def _grid(eps: Sequence[float], norm: str) -> list[float]:
@@ -119,9 +126,7 @@ def rows_of(
     """
     start = time.perf_counter()
     analysis = certifier.analyse(images_BCHW, labels_B)
-    radius_B = radius_of(analysis) if search_radii else largest_of(eps_grid, analysis)
-    # An image is certified within its radius. Only a larger eps is asked, to tell `unknown` from `not certified`.
-    statuses = {eps: status(analysis.at(torch.where(radius_B >= eps, 0.0, eps))) for eps in eps_grid}
+    radius_B, statuses = answers(analysis, eps_grid, search_radii)
     seconds = (time.perf_counter() - start) / len(keys)
     costs: list[dict[str, float | None]] = [{} for _ in keys]
     if explain_at is not None and isinstance(analysis, Explained):

@@ -2,10 +2,10 @@
 
 import argparse
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -34,38 +34,24 @@ def digits(args: argparse.Namespace) -> None:
 
 def folder(args: argparse.Namespace) -> None:
     source = sources.Folder(args.source, args.only)
-    path = write(
-        source,
-        args.root,
-        name=args.name,
-        split=args.split,
-        seed=args.seed,
-        per_shard=args.per_shard,
-        resize=args.resize,
-        class_names=source.classes,
-        overwrite=args.overwrite,
-        track=_bar(f"{args.name}-{args.split}"),
-    )
+    path = _written(source, args, resize=args.resize, class_names=source.classes)
     console.print(f"wrote {len(source)} samples of {len(source.classes)} classes, listed in {path}")
 
 
 def text(args: argparse.Namespace) -> None:
     source = Sentences(args.source, args.sentence, args.label)
-    path = write(
-        source,
-        args.root,
-        name=args.name,
-        split=args.split,
-        seed=args.seed,
-        per_shard=args.per_shard,
-        overwrite=args.overwrite,
-        track=_bar(f"{args.name}-{args.split}"),
-    )
+    path = _written(source, args)
     console.print(f"wrote {len(source)} sentences, listed in {path}")
     if args.split == "train":
         words = path.with_name(f"{args.name}{tokens.SUFFIX}")
         count = tokens.train((sentence for sentence, _ in source), words, args.vocabulary)
         console.print(f"wrote the tokeniser of {count} words {words}")
+
+
+def _written(source: Sequence[tuple[Any, int]], args: argparse.Namespace, **more: Any) -> Path:
+    """Write one split of a source; return the manifest's path."""
+    given = {name: getattr(args, name) for name in ("name", "split", "seed", "per_shard", "overwrite")}
+    return write(source, args.root, **given, **more, track=_bar(f"{args.name}-{args.split}"))
 
 
 def inspect_folder(args: argparse.Namespace) -> None:
