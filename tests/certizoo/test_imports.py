@@ -1,14 +1,17 @@
-"""Cheap imports: garbage collection pauses and resumes, a hidden library returns, a rank loads only what it needs."""
+"""Cheap imports: the collector pauses and resumes, a hidden library returns, and nothing loads more than it needs."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from certizoo.extras import EXTRAS
 from certizoo.imports import absent
 
 ROOT = Path(__file__).parents[2]
+BY_TIMM = {"fsspec", "packaging"}  # its hub requires them
 
 COLLECTOR = """
 import gc, weakref
@@ -50,8 +53,8 @@ print(mlflow.__version__ > "3", autotuner.has_mlflow)
 """
 
 
-def output(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+def output(code: str, *words: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=cwd, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -78,18 +81,24 @@ def test_a_rank_loads_neither_mlflow_nor_pandas_nor_matplotlib() -> None:
     assert output(RANK).splitlines()[-2:] == ["['hydra']", "True False"]
 
 
-WITHOUT_POSIX = """
-import os, sys
+# One process for what needs no extra, no POSIX, no library of a later stage, and no care about the current folder.
+BARE = """
+import json, os, sys
 import certizoo.compat, hydra, multiprocessing.util, timm, torchvision, subprocess
-for name in ("fcntl", "resource", "pwd", "grp", "termios"):
-    sys.modules[name] = None
+absent = json.loads(sys.argv[1])
+sys.modules.update(dict.fromkeys(["fcntl", "resource", "pwd", "grp", "termios", *absent]))
 for name in ("register_at_fork", "fork", "getuid", "sched_getaffinity", "O_NOFOLLOW"):
     delattr(os, name)
-import zoo, certify, certify.__main__, certify.photos.cli, certify.stage.cli, certizoo.shards
+import zoo, certify, certify.photos.cli, certify.explain_command, certizoo.errors
+print("from", certizoo.__file__)
+for name in absent:
+    del sys.modules[name]
+import certify.__main__, certify.stage.cli, certify.evaluation.cli, certizoo.shards
+print("loaded", sorted({"matplotlib", "sklearn", "mlflow"} & set(sys.modules)))
 from pathlib import Path
 from certizoo.locks import sole_writer
 from certizoo import UserError
-folder = Path(sys.argv[1])
+folder = Path("locked")
 with sole_writer(folder, "rows", "wait"):
     try:
         with sole_writer(folder, "rows", "wait"):
@@ -101,10 +110,29 @@ with sole_writer(folder, "rows", "wait"):
 """
 
 
-def test_models_and_certificates_import_without_posix_and_locks_hold(tmp_path: Path) -> None:
-    """The modules and functions that Windows lacks are hidden once the libraries are loaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_POSIX, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "locked\n"
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the lines of BARE, run in a folder that holds a clone named certizoo."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "certizoo").symlink_to(ROOT)
+    absent = json.dumps(sorted(EXTRAS.keys() - BY_TIMM))
+    return output(BARE, absent, cwd=folder).splitlines()
+
+
+def test_models_certificates_and_photographs_need_no_extra_and_no_posix(bare: list[str]) -> None:
+    """Extras, and the modules and functions that Windows lacks, are hidden once the other libraries are loaded."""
+    assert any(line.startswith("from ") for line in bare)
+
+
+def test_the_folder_above_a_clone_named_certizoo_is_not_taken_for_the_package(bare: list[str]) -> None:
+    """`mlflow models serve`, started there, found the clone's folder before the installed package."""
+    assert f"from {ROOT / 'certizoo' / '__init__.py'}" in bare
+
+
+def test_figures_and_the_registry_are_loaded_when_they_are_needed(bare: list[str]) -> None:
+    """Plotting, learning and publishing take seconds to import; a mistyped key is answered before."""
+    assert "loaded []" in bare
+
+
+def test_locks_hold_without_posix(bare: list[str]) -> None:
+    assert bare[-1] == "locked"

@@ -56,14 +56,6 @@ def test_every_package_says_that_it_is_typed() -> None:
     assert packages == {path.parent.name for path in ROOT.glob("*/py.typed")}
 
 
-def test_the_folder_above_a_clone_named_certizoo_is_not_taken_for_the_package(tmp_path: Path) -> None:
-    """`mlflow models serve`, started there, found the clone's folder before the installed package."""
-    (tmp_path / "certizoo").symlink_to(ROOT)
-    code = "import certizoo.errors, certify; print(certizoo.__version__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, __version__), done.stderr
-
-
 @pytest.mark.parametrize("name", ["shards", "registry"])
 def test_a_module_of_earlier_versions_names_the_command_and_runs_it(name: str) -> None:
     words = [sys.executable, "-m", name, "--help"]

@@ -23,20 +23,29 @@ def files_of(root: Path) -> list[Path]:
 FILES = files_of(ROOT)
 
 
-@cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return _parsed(path.read_text())
 
 
 @cache
+def _parsed(text: str) -> ast.Module:
+    """Parse a text once, however many copies of its file a test makes."""
+    return ast.parse(text)
+
+
 def imported(path: Path) -> frozenset[str]:
     """Return the dotted names of all imports in the file, inside functions and under TYPE_CHECKING too."""
+    return _imported(path.read_text())
+
+
+@cache
+def _imported(text: str) -> frozenset[str]:
     found: set[str] = set()
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide where a thing lives"
+            assert node.level == 0, f"{ast.unparse(node)}: relative imports hide where a thing lives"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(found)
 

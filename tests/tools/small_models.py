@@ -1,6 +1,7 @@
 """Two-layer models of each kind on 8 x 8 images, for tests of whole certificates; the zoo's models, shrunk."""
 
 import json
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def nodes_up_to_first_block(model: Any) -> int:
     return sum(len(nodes_of(link)) for link in links[: 1 + list(links).index(model.blocks[0])])
 
 
+@cache
 def distinct() -> dict[str, list[str]]:
     """Group the zoo's names whose shrunken models have the same options, and so the same code, under the first name."""
     models: dict[str, list[str]] = {}

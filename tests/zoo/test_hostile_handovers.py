@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,28 +151,28 @@ def tensor(shape: list[int], start: int, stop: int, dtype: str = "F32") -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
-FILES: dict[str, bytes] = {
-    "nothing": b"",
-    "header of 2^63 bytes": raw({}, length=2**63),
-    "header of 90 MB that is not there": raw({}, length=90_000_000),
-    "header that is no JSON": raw(b"{" * 1000),
-    "header of 10^5 levels": raw(b"[" * 100_000),
-    "no tensors": raw({}),
-    "tensor of 2^60 values": raw({"head.weight": tensor([2**60], 0, 4)}, bytes(4)),
-    "tensor of 2^40 by 2^40 values": raw({"head.weight": tensor([2**40, 2**40], 0, 4)}, bytes(4)),
-    "tensor of negative size": raw({"head.weight": tensor([-1], 0, 4)}, bytes(4)),
-    "tensors one over the other": raw({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, bytes(12)),
-    "tensor beyond the file": raw({"a": tensor([2**20], 0, 2**22)}, bytes(4)),
-    "200,000 empty tensors": raw({f"t{n}": tensor([0], 0, 0) for n in range(200_000)}),
-    "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
-    "a zip": b"PK\x03\x04" + bytes(100),
+FILES: dict[str, Callable[[], bytes]] = {
+    "nothing": lambda: b"",
+    "header of 2^63 bytes": lambda: raw({}, length=2**63),
+    "header of 90 MB that is not there": lambda: raw({}, length=90_000_000),
+    "header that is no JSON": lambda: raw(b"{" * 1000),
+    "header of 10^5 levels": lambda: raw(b"[" * 100_000),
+    "no tensors": lambda: raw({}),
+    "tensor of 2^60 values": lambda: raw({"head.weight": tensor([2**60], 0, 4)}, bytes(4)),
+    "tensor of 2^40 by 2^40 values": lambda: raw({"head.weight": tensor([2**40, 2**40], 0, 4)}, bytes(4)),
+    "tensor of negative size": lambda: raw({"head.weight": tensor([-1], 0, 4)}, bytes(4)),
+    "tensors one over the other": lambda: raw({"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)}, bytes(12)),
+    "tensor beyond the file": lambda: raw({"a": tensor([2**20], 0, 2**22)}, bytes(4)),
+    "200,000 empty tensors": lambda: raw({f"t{n}": tensor([0], 0, 0) for n in range(200_000)}),
+    "a pickle": lambda: b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    "a zip": lambda: b"PK\x03\x04" + bytes(100),
 }
 
 
 @pytest.mark.hostile
 @pytest.mark.parametrize("name", FILES)
 def test_files_that_are_not_weights_are_refused(name: str, folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(FILES[name])
+    (folder / "model.safetensors").write_bytes(FILES[name]())
     assert "model.safetensors" in refusal(folder)
 
 

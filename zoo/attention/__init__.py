@@ -8,16 +8,19 @@ how such attention responds to a change of its input, and `qkv.py` turns that in
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
 
 from torch import nn
 
 Attention = Callable[..., nn.Module]
 
 
-def variants() -> dict[str, Attention]:
+@cache
+def variants() -> Mapping[str, Attention]:
     """Return all variants by name, in the order of their files."""
     found: dict[str, Attention] = {}
     for info in pkgutil.iter_modules(__path__):
         found.update(getattr(importlib.import_module(f"{__name__}.{info.name}"), "VARIANTS", {}))
-    return found
+    return MappingProxyType(found)

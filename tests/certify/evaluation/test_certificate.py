@@ -26,7 +26,7 @@ SETTINGS = evaluation.Settings("test", PGD, images=20, block=10, batch_size=10, 
 @pytest.fixture(scope="module")
 def certified(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("certified")
-    stage.run(handover, data(digits), replace(STAGE, method="adjoint", nonce="n1", images=20), out)
+    stage.run(handover, data(digits), replace(STAGE, method="adjoint", nonce="n1", images=20, served_dtype=None), out)
     return out
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,23 @@ from tests.tools.stage_runs import CONFIG, SETTINGS, data
 from zoo.models import catalog
 
 
-def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_path: Path) -> None:
-    summary = stage.run(handover, data(digits), SETTINGS, tmp_path)
-    rows = pd.read_parquet(tmp_path / "certificates.parquet")
+@dataclass(frozen=True)
+class Whole:
+    """A finished result of SETTINGS and its summary."""
+
+    folder: Path
+    summary: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def whole(handover: Path, digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("whole")
+    return Whole(folder, stage.run(handover, data(digits), SETTINGS, folder))
+
+
+def test_accuracies_are_nested_image_by_image(whole: Whole) -> None:
+    folder, summary = whole.folder, whole.summary
+    rows = pd.read_parquet(folder / "certificates.parquet")
     assert len(rows) == 60 == rows["key"].nunique()
     for eps in ("0.01", "0.1", "5"):
         certified = rows[f"certified.{eps}"] == "certified"
@@ -38,17 +52,16 @@ def test_accuracies_are_nested_image_by_image(handover: Path, digits: Path, tmp_
     assert summary["accuracy"]["0.01"]["certified"] > 0
     assert summary["accuracy"]["5"]["certified"] == 0
     for name in ("certificate.json", "curve.png", "card.md"):
-        assert (tmp_path / name).stat().st_size > 0
-    assert "NaN" not in (tmp_path / "certificate.json").read_text()
+        assert (folder / name).stat().st_size > 0
+    assert "NaN" not in (folder / "certificate.json").read_text()
 
 
-def test_without_a_search_a_radius_is_the_largest_certified_eps(handover: Path, digits: Path, tmp_path: Path) -> None:
-    found = {}
-    for search in (True, False):
-        summary = stage.run(handover, data(digits), replace(SETTINGS, search_radii=search), tmp_path / str(search))
-        found[search] = pd.read_parquet(tmp_path / str(search) / "certificates.parquet")
-        assert summary["search_radii"] is search
-    searched, tested = found[True], found[False]
+def test_without_a_search_a_radius_is_the_largest_certified_eps(
+    whole: Whole, handover: Path, digits: Path, tmp_path: Path
+) -> None:
+    summary = stage.run(handover, data(digits), replace(SETTINGS, search_radii=False), tmp_path)
+    searched, tested = (pd.read_parquet(folder / "certificates.parquet") for folder in (whole.folder, tmp_path))
+    assert (whole.summary["search_radii"], summary["search_radii"]) == (True, False)
     steps = np.array([0.0, *sorted(SETTINGS.grid)])
     below = [steps[steps <= radius].max() for radius in searched["radius.lofast"]]
     assert tested["radius.lofast"].tolist() == below
@@ -57,21 +70,18 @@ def test_without_a_search_a_radius_is_the_largest_certified_eps(handover: Path, 
     pd.testing.assert_frame_equal(searched[answers], tested[answers])
 
 
-def test_the_share_of_content_attention_is_told(handover: Path, digits: Path, tmp_path: Path) -> None:
-    summary = stage.run(handover, data(digits), SETTINGS, tmp_path)
+def test_the_share_of_content_attention_is_told(whole: Whole, handover: Path, digits: Path) -> None:
     alone = zoo.without_content(zoo.handover.load(handover)[0])
     assert alone is not None
     keys, images, labels = next(iter(eval_loader(shards.find(data(digits), "test"), data(digits), batch_size=60)))
     correct = (alone.eval()(images).argmax(-1) == labels).tolist()
-    rows = pd.read_parquet(tmp_path / "certificates.parquet")
+    rows = pd.read_parquet(whole.folder / "certificates.parquet")
     assert list(zip(rows["key"], rows["correct_without_content"], strict=True)) == list(zip(keys, correct, strict=True))
-    assert summary["clean_without_content"] == sum(correct) / 60
+    assert whole.summary["clean_without_content"] == sum(correct) / 60
 
 
-def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path: Path) -> None:
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    expected = stage.run(handover, data(digits), SETTINGS, whole)
-    stage.run(handover, data(digits), SETTINGS, again)
+def test_a_start_that_was_cut_off_goes_on(whole: Whole, handover: Path, digits: Path, tmp_path: Path) -> None:
+    again = shutil.copytree(whole.folder, tmp_path / "again")
     lines = (again / stage.ROWS).read_text().splitlines(keepends=True)
     (again / stage.ROWS).write_text("".join(lines[:25]) + lines[25][:40])  # killed in the middle of a line
     (again / "certificate.json").unlink()
@@ -80,11 +90,11 @@ def test_a_start_that_was_cut_off_goes_on(handover: Path, digits: Path, tmp_path
     assert done == [25, 40, 60], "the first 25 rows are not computed twice"
     one, two = (
         pd.read_parquet(f / "certificates.parquet").drop(columns=["seconds", "served_difference"])
-        for f in (whole, again)
+        for f in (whole.folder, again)
     )
     assert_same_to_rounding(one, two, rtol=1e-9)  # in float64; rows 26 to 40 come in a batch of another size
     for key in ("accuracy", "clean", "image_list_sha256", "weights_sha256"):
-        assert result[key] == expected[key]
+        assert result[key] == whole.summary[key]
 
 
 def test_rows_of_another_model_or_question_are_not_continued(handover: Path, digits: Path, tmp_path: Path) -> None:

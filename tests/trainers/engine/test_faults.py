@@ -126,10 +126,10 @@ STUCK = """
 import time
 from pathlib import Path
 from trainers.engine.watchdog import Watchdog
-watchdog = Watchdog(3.0, 3, Path("logs/rank3.log"), grace=0.2)
+watchdog = Watchdog(1.5, 3, Path("logs/rank3.log"), grace=0.2)
 with watchdog.watching():
     for _ in range(8):
-        time.sleep(0.6)
+        time.sleep(0.3)
         watchdog.heartbeat()
     print("lived", flush=True)
     time.sleep(60)
@@ -141,7 +141,7 @@ def test_silence_ends_the_process_with_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout == "lived\n", "heartbeats keep it going longer than its patience"
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: no step in 0.05 minutes (deepspeed.timeout_minutes): rank 3 is stuck")
+    assert line.startswith("error: no step in 0.025 minutes (deepspeed.timeout_minutes): rank 3 is stuck")
     assert "resume=auto" in line
     assert "Current thread" in (tmp_path / "logs" / "rank3.log").read_text()
 
