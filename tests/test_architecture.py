@@ -93,7 +93,10 @@ ROOMS: dict[str, set[str]] = {
     "zoo/export.py": _LAYERS | {"zoo/models", "zoo/handover.py"},
     "zoo/originals.py": _LAYERS | _WEIGHTS | {"zoo/models"},
     "zoo/importing.py": _LAYERS | _WEIGHTS | {"zoo/models", "zoo/handover.py", "zoo/originals.py"},
-    "zoo/__main__.py": _LAYERS | _WEIGHTS | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/importing.py"},
+    "zoo/hub.py": _WEIGHTS | {"zoo/models"},
+    "zoo/__main__.py": _LAYERS
+    | _WEIGHTS
+    | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/importing.py", "zoo/hub.py"},
     "zoo/__init__.py": _LAYERS
     | _WEIGHTS
     | {"zoo/models", "zoo/handover.py", "zoo/export.py", "zoo/rules.py"}

@@ -1,4 +1,4 @@
-"""Command line of the zoo: `python -m zoo [PATTERN]`, `python -m zoo show NAME`, `... import` and `... export`."""
+"""Command line of the zoo: `python -m zoo [PATTERN]`, `... show NAME`, `import`, `export`, `push`."""
 
 import argparse
 import csv
@@ -22,7 +22,7 @@ from zoo.models import overview
 from zoo.models.factory import model_options
 from zoo.weights.table import entries
 
-COMMANDS = ("list", "show", "import", "export")
+COMMANDS = ("list", "show", "import", "export", "push")
 
 
 def _console() -> Console:
@@ -77,6 +77,13 @@ def export(args: argparse.Namespace) -> None:
     export_handover(handover.folder_of(args.handover), args.out, args.format)
 
 
+def push(args: argparse.Namespace) -> None:
+    """Publish the weights of a name on the hub, and print their address with its digest."""
+    from zoo.hub import push as to_hub
+
+    sys.stdout.write(f"{to_hub(args.name, args.place)}\n")
+
+
 def _overrides(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse 'depth=2' or 'attention={name: dp, v_cap: 1}': values are YAML, as in the configuration files."""
     found = {}
@@ -125,6 +132,10 @@ def parser() -> argparse.ArgumentParser:
     exporting.add_argument("out", metavar="OUT", type=as_path, help="file to write")
     exporting.add_argument("--format", choices=tuple(FORMATS), required=True)
     exporting.set_defaults(action=export)
+    pushing = commands.add_parser("push", help="published weights, with a model card, as a repository of the hub")
+    pushing.add_argument("name", metavar="NAME", help="model with weights: `python -m zoo show NAME`")
+    pushing.add_argument("place", metavar="hf-hub:OWNER/REPOSITORY")
+    pushing.set_defaults(action=push)
     return top
 
 

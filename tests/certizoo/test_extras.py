@@ -16,7 +16,13 @@ ROOT = Path(__file__).parents[2]
 OWN = ("certizoo", "zoo", "certify", "trainers", "tuning")
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow", "yaml": "pyyaml", "hydra": "hydra-core"}
 # What another library of the same extra requires and what has an error of its own.
-BROUGHT = {"aiohttp": "fsspec", "sqlalchemy": "mlflow", "annotated_types": "pydantic", "pydantic_core": "pydantic"}
+BROUGHT = {
+    "aiohttp": "fsspec",
+    "sqlalchemy": "mlflow",
+    "annotated_types": "pydantic",
+    "huggingface_hub": "timm",
+    "pydantic_core": "pydantic",
+}
 SAID = {"auto_LiRPA", "cv2", "imagecorruptions", "onnx", "onnxscript", "simplejpeg"}
 
 
