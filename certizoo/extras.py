@@ -3,7 +3,6 @@
 EXTRAS = {
     "aiohttp": "evaluate",
     "deepspeed": "train",
-    "foolbox": "evaluate",
     "fsspec": "evaluate",
     "matplotlib": "evaluate",
     "mlflow": "registry",

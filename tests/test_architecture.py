@@ -128,7 +128,6 @@ DOORS = {
     "annotated_types": {"certizoo/config/schema.py"},
     "fsspec": {"certizoo/shards/store.py"},
     "pyautoattack": {"certizoo/attacks/auto.py"},
-    "foolbox": {"certizoo/attacks/minimal.py"},
     "imagecorruptions": {"certizoo/attacks/corruption.py"},
     "simplejpeg": {"certizoo/images.py"},
     "cv2": {"certizoo/shards/kernels.py"},

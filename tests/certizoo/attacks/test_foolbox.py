@@ -1,4 +1,4 @@
-"""Our PGD and foolbox's take the same steps from the same start and reach the same accuracy.
+"""foolbox as oracle: our PGD reaches its accuracy from the same start, our minimal-norm attacks find its points.
 
 benchmarks/bench_attacks.py compares their speeds.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from certizoo.attacks import AttackConfig, pgd
+from certizoo.attacks import AttackConfig, make, pgd
 from certizoo.attacks.loop import probing
 from tests.tools.small_models import SMALL
 from tests.tools.trials import trained
@@ -59,3 +59,42 @@ def test_the_same_accuracy_as_foolbox(
     robust = [(model(x).argmax(1) == labels).float().mean().item() for x in (images, found, ours)]
     assert abs(robust[1] - robust[2]) <= 0.005
     assert 0.05 < robust[1] < robust[0] - 0.05, "an attack that does something, and not all"
+
+
+def theirs(options: dict[str, Any]) -> Any:
+    """Return foolbox's attack with our options; its search ends early where the sum over a batch does not fall."""
+    own = {key: value for key, value in options.items() if key != "kind"}
+    if options["kind"] == "deepfool":
+        return foolbox.attacks.L2DeepFoolAttack(**own)
+    own = {"steps": 100, "binary_search_steps": 1, **own}
+    lr, c = own.pop("lr", 0.01), own.pop("c", 1.0)
+    return foolbox.attacks.L2CarliniWagnerAttack(stepsize=lr, initial_const=c, abort_early=False, **own)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "cw_l2", "c": 10.0},
+        {"kind": "cw_l2", "binary_search_steps": 4, "c": 10.0},
+        {"kind": "cw_l2", "binary_search_steps": 10, "steps": 20, "lr": 0.05},
+        {"kind": "cw_l2", "c": 10.0, "confidence": 0.5},
+        {"kind": "deepfool"},
+        {"kind": "deepfool", "candidates": 2, "steps": 3},
+    ],
+    ids=str,
+)
+def test_the_points_of_foolbox(subject: tuple[nn.Module, Tensor, Tensor], options: dict[str, Any]) -> None:
+    """Where foolbox's Carlini & Wagner finds nothing, it returns a black image; ours returns the image."""
+    model, images, labels = subject
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).nonzero()[:60, 0]
+    images, labels = images[right], labels[right]
+    with probing(model):
+        found = theirs(options).run(foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu"), images, labels)
+    ours = make(options).run(model, images, labels)
+    found = torch.where(found.flatten(1).any(1)[:, None, None, None], found, images)
+    with torch.no_grad():
+        fooled = model(found).argmax(1) != labels
+    assert fooled.float().mean() > 0.5
+    torch.testing.assert_close(ours[fooled], found[fooled], rtol=0, atol=1e-5)
+    assert torch.equal(ours[~fooled], images[~fooled])

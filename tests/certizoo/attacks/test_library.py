@@ -95,7 +95,7 @@ def test_image_by_image_the_same_in_every_batch_unless_it_says_so(kind: str) -> 
 
     whole = attacked([0, 1, 2, 3, 4])
     for rows in ([3], [4, 1]):
-        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=1e-5)  # foolbox computes in float32
+        assert torch.allclose(attacked(rows), whole[rows], rtol=0, atol=1e-5)  # searched in float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
