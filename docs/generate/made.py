@@ -4,7 +4,18 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from docs.generate import api, commands, config_keys, leaderboard, links, models_table, recipes, versions, zoo_table
+from docs.generate import (
+    api,
+    commands,
+    config_keys,
+    leaderboard,
+    links,
+    models_table,
+    notebook,
+    recipes,
+    versions,
+    zoo_table,
+)
 
 MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
 # WORD -> Markdown
@@ -16,6 +27,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "leaderboard": leaderboard.markdown,
     "leaderboard_chart": leaderboard.first_chart,
     "models": models_table.markdown,
+    "notebook": notebook.markdown,
     "recipes": recipes.markdown,
     "versions": versions.markdown,
     "zoo_table": zoo_table.markdown,
