@@ -1,4 +1,4 @@
-"""One title per page: all but one first-level heading of a file, such as proofs.md, are lowered."""
+"""One title per page: from the second first-level heading of a file, such as proofs.md, all headings are lowered."""
 
 import re
 
@@ -11,8 +11,9 @@ def one_title(markdown: str) -> str:
     """Return the text with one heading of the first level. Anchors depend on the words and stay."""
     without = CODE.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), markdown)
     places = [found.start() for found in HEADING.finditer(without)]
-    if sum(markdown.startswith("# ", place) for place in places) < 2:
-        return markdown
-    for place in reversed(places[1:]):
+    titles = [place for place in places if markdown.startswith("# ", place)]
+    for place in reversed(places):
+        if len(titles) < 2 or place < titles[1]:
+            break
         markdown = f"{markdown[:place]}#{markdown[place:]}"
     return markdown

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -23,9 +24,11 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src"}  # el
 
 @dataclass
 class Page:
-    """The references of a page and the anchors that it offers."""
+    """The references of a page, the anchors that it offers, levels of headings, and pictures without words."""
 
     ids: set[str] = field(default_factory=set)
+    levels: list[int] = field(default_factory=list)
+    mute: list[str] = field(default_factory=list)
     links: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
 
@@ -40,6 +43,10 @@ class Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         said = {key: value or "" for key, value in attrs}
         self.page.ids |= {said[key] for key in ("id", "name") if key in said and tag != "meta"}
+        if re.fullmatch("h[1-6]", tag):
+            self.page.levels.append(int(tag[1]))
+        if tag == "img" and not said.get("alt"):
+            self.page.mute.append(said.get("src", "")[:80])
         if tag == "a" and "href" in said:
             self.page.links.add(said["href"])
         if (key := LOADED.get(tag)) and key in said:
@@ -90,6 +97,22 @@ def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     assert [fault.partition(": ")[2] for fault in broken(tmp_path, page)] == [
         "no anchor #gone", "no file ../c.png", "no file b.html",
     ]  # fmt: skip
+
+
+def test_headings_are_in_order_and_pictures_have_words(site: Path) -> None:
+    """A reader who hears the page goes from heading to heading: one title, and no level left out."""
+    for path in pages(site):
+        levels, mute = page_of(path).levels, page_of(path).mute
+        assert levels[:1] == [1], path
+        assert levels.count(1) == 1, path
+        assert all(below <= above + 1 for above, below in pairwise(levels)), path
+        assert not mute, path
+
+
+def test_every_page_leads_on(site: Path) -> None:
+    """Its foot has the next page, that of the last the one before; copies of files have no place in the order."""
+    for path in (path for path in pages(site) if "files" not in path.relative_to(site).parts):
+        assert 'class="md-footer__link' in path.read_text(), path
 
 
 def test_nothing_is_fetched_from_another_server(site: Path) -> None:
@@ -189,7 +212,8 @@ def test_a_file_of_the_repository_becomes_a_page() -> None:
 
 def test_one_title_a_page() -> None:
     assert (
-        headings.one_title("# A\n\n## B\n\n# C\n\n```sh\n# no\n```\n") == "# A\n\n### B\n\n## C\n\n```sh\n# no\n```\n"
+        headings.one_title("# A\n\n## B\n\n# C\n\n```sh\n# no\n```\n\n## D\n")
+        == "# A\n\n## B\n\n## C\n\n```sh\n# no\n```\n\n### D\n"
     )
     assert headings.one_title("# A\n\n## B\n") == "# A\n\n## B\n"
 
