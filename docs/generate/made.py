@@ -14,6 +14,7 @@ from docs.generate import (
     notebook,
     recipes,
     versions,
+    weights_table,
     zoo_table,
 )
 
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "notebook": notebook.markdown,
     "recipes": recipes.markdown,
     "versions": versions.markdown,
+    "weights": weights_table.markdown,
     "zoo_table": zoo_table.markdown,
 }
 

@@ -1,12 +1,16 @@
 """A part of the benchmark of common models: they are accepted, attacks fail, and a planted error is found."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+import zoo
+from benchmarks import bench_weights
 from benchmarks.bench_models import Beaten, at_random, attacked, in_a_process, measured
 from benchmarks.common_models import MODELS, TRAINED
-from docs.generate import models_table
+from docs.generate import models_table, weights_table
 
 REFUSED = ("timm `swin_tiny`", "torchvision `densenet121`")
 SOME = (
@@ -67,3 +71,17 @@ def test_the_table_of_the_docs_has_a_line_for_every_model_measured() -> None:
     assert found.count("\n| ") == len(rows) + 1
     assert set(rows) <= {*MODELS, *TRAINED}
     assert "no radius was beaten" in found
+
+
+def test_every_model_with_weights_is_measured_by_every_method() -> None:
+    """The table in the FAQ has a line for each; a name that is added to the weights is missing here."""
+    rows = json.loads(weights_table.FILE.read_text())["pairs"]
+    assert list(rows) == [f"{name} {method}" for name in zoo.weights.entries() for method in bench_weights.METHODS]
+    assert weights_table.markdown().count("\n| ") == len(rows) + 1
+
+
+@pytest.mark.slow
+def test_the_cheapest_pair_is_measured_again() -> None:
+    row = bench_weights.row_of("cert_vit_c10 lofast")
+    stored = json.loads(weights_table.FILE.read_text())["pairs"]["cert_vit_c10 lofast"]
+    assert (row["parameters"], row["radius"]) == (stored["parameters"], stored["radius"])
