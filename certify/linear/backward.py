@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certify.linear.enclosures.forms import Form
 from certify.linear.enclosures.steps import Box, Free, Relaxed, inner
 from certify.linear.program import Program
 from certify.shared.ball import LINF, Ball
@@ -59,6 +60,9 @@ class Bounds:
         found = Bounds(program, [images], [], images.centre if x is None else x, eps_B, by)
         bounded: dict[int, Tensor] = {}
         for step in program.steps:
+            formed = step.formed(images.lower[0].numel(), *(found.boxes[k] for k in step.inputs))
+            if formed is not None and found.boxes[formed[0]].form is None:
+                found._form(*formed)
             for k in step.inputs:
                 found._tighten(k, step.needs(found.boxes[k]), bounded)
             given = [found.boxes[k] for k in step.inputs]
@@ -69,7 +73,8 @@ class Bounds:
     def _tighten(self, number: int, needed: Tensor | None, bounded: dict[int, Tensor]) -> None:
         """Bound the entries of a result that are needed (B, *shape), unless that was done, and those they come from."""
         *chain, base = self.program.chain(number)
-        if needed is None or base == 0 or self.program.steps[base - 1].tight:
+        known = self.by is None and self.boxes[number].form is not None
+        if needed is None or base == 0 or self.program.steps[base - 1].tight or known:
             return
         open_ = needed.any(0, keepdim=True)
         for k in chain:
@@ -84,6 +89,28 @@ class Bounds:
                     *(self.boxes[j] for j in self.program.steps[k - 1].inputs)
                 )
 
+    def _form(self, number: int, pays_B: Tensor) -> None:
+        """Bound a result by linear functions of the image, and make its box smaller by them."""
+        shape, size = self.boxes[number].lower.shape[1:], self.boxes[number].lower[0].numel()
+        identity = torch.eye(size, dtype=self.x.dtype, device=self.x.device).view(1, size, *shape)
+        parts = [self._forms(number, part) for part in identity.split(self._few(number), 1)]
+        low, high, rest_low, rest_high, slope = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        open_B1 = ~pays_B.unsqueeze(1)
+        rest_low = rest_low.masked_fill(open_B1, -torch.inf).view(-1, *shape)
+        rest_high = rest_high.masked_fill(open_B1, torch.inf).view(-1, *shape)
+        form = Form(slope.view(len(slope), *shape, -1), rest_low, rest_high, self.eps_B is not None)
+        found = Box(low.view(-1, *shape), high.view(-1, *shape), form)
+        self.boxes[number] = self.boxes[number].meet(found)
+
+    def _forms(self, number: int, rows: Tensor) -> tuple[Tensor, ...]:
+        rows = rows.expand(len(self.x), *rows.shape[1:])
+        lower, upper = (self._to_image(number, sign * rows) for sign in (1, -1))
+        slope = (lower[0] - upper[0]) / 2
+        low, rest_low = self._least(*lower), self._least(*lower, slope)
+        high, rest_high = -self._least(*upper), -self._least(*upper, -slope)
+        scale = self._reach if self.eps_B is None else self.eps_B.view(-1, *(1,) * (self.x.ndim - 1))
+        return low, high, rest_low, rest_high, (slope * scale.unsqueeze(1)).flatten(2)
+
     def box(self, number: int, entries_R: Tensor) -> Box:
         """Bound some entries of a result from the image: (B, *shape), NaN for others."""
         shape = self.boxes[number].lower.shape[1:]
@@ -95,13 +122,15 @@ class Bounds:
             end = torch.full((count, size), torch.nan, dtype=self.x.dtype, device=self.x.device)
             end[:, entries_R] = sign * (self.by or Bounds.lower)(self, number, sign * rows)
             ends.append(end.view(count, *shape))
-        return Box(*ends)
+        return Box(ends[0], ends[1])
 
     def lower(self, number: int, rows: Tensor) -> Tensor:
         """Return a lower bound of the functionals (B, R, *shape) of a result: (B, R), -inf where there is none."""
+        return torch.cat([self.free_lower(number, part) for part in rows.split(self._few(number), 1)], 1)
+
+    def _few(self, number: int) -> int:
         widest = max(box.lower[0].numel() for box in self.boxes[: number + 1])
-        few = max(1, ENTRIES // (widest * len(self.x)))
-        return torch.cat([self.free_lower(number, part) for part in rows.split(few, 1)], 1)
+        return max(1, ENTRIES // (widest * len(self.x)))
 
     def free_lower(
         self,
@@ -120,6 +149,17 @@ class Bounds:
             added: functionals of results that are nowhere positive on the images.
             seen: receives the functionals of the results that are its keys.
         """
+        return self._least(*self._to_image(number, rows, free, added, seen))
+
+    def _to_image(
+        self,
+        number: int,
+        rows: Tensor,
+        free: dict[int, Free] | None = None,
+        added: dict[int, Tensor] | None = None,
+        seen: dict[int, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the functionals of the image, constants and rounding."""
         free, added = free or {}, added or {}
         functionals = {number: rows}
         const = rows.new_zeros(rows.shape[:2])
@@ -142,14 +182,18 @@ class Bounds:
                     rounding = rounding + 2 * U * inner(part.abs(), self.boxes[source].size)
                 functionals[source] = part
         if 0 not in functionals:
-            return -nan_to_inf(-(const - rounding * OUT))
-        return self._least(functionals[0], const, rounding)
+            functionals[0] = rows.new_zeros(*rows.shape[:2], *self.x.shape[1:])
+        return functionals[0], const, rounding
 
-    def _least(self, a: Tensor, const: Tensor, rounding: Tensor) -> Tensor:
-        """Return the least values on the images."""
+    @property
+    def _reach(self) -> Tensor:
         box = self.boxes[0]
-        reach = torch.maximum(box.upper - self.x, self.x - box.lower) * (1 + 4 * U)
-        fall = inner(a.abs(), reach) if self.eps_B is None else length(a.flatten(2)) * self.eps_B[:, None]
+        return torch.maximum(box.upper - self.x, self.x - box.lower) * (1 + 4 * U)
+
+    def _least(self, a: Tensor, const: Tensor, rounding: Tensor, less: Tensor | None = None) -> Tensor:
+        """Return the least values on the images, of <a, x'> + const - <less, x' - x>."""
+        moved = a if less is None else a - less
+        fall = inner(moved.abs(), self._reach) if self.eps_B is None else length(moved.flatten(2)) * self.eps_B[:, None]
         sum_1 = torch.linalg.vector_norm(a.flatten(2), 1, -1)
         off = gamma(self.x[0].numel() + 16) * (sum_1 * self.x.flatten(1).abs().amax(1, keepdim=True) + fall)
         least = inner(a, self.x) + const - (fall + rounding + off + 4 * U * const.abs()) * OUT

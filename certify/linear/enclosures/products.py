@@ -4,15 +4,18 @@ With centres c and reaches r,
 
     x y  =  c_y x + c_x y - c_x c_y + (x - c_x)(y - c_y),      |(x - c_x)(y - c_y)| <= r_x r_y,
 
-which is the mean of the two planes of the envelope, from either side. Where x are weights of a softmax, the planes
-through their lower ends serve better, because the weights above these share what is left of their sum 1:
-
-    x_l y + (x - x_l) y_l  <=  x y  <=  x_l y + (x - x_l) y_u
-
-With the planes through the upper end of x and any share s of the first,
+which is the mean of the two planes of the envelope, from either side. With the planes through both ends of x and any
+share s of the first,
 
     x y  >=  s (x_l y + (x - x_l) y_l) + (1 - s) (x_u y + (x - x_u) y_u)
     x y  <=  s (x_l y + (x - x_l) y_u) + (1 - s) (x_u y + (x - x_u) y_l)
+
+A functional of y = P V, where P are weights of a softmax, is a sum of products of two numbers each,
+
+    <A, P V>  =  sum_ij p_ij u_ij,        u_ij = <A_i, v_j>,
+
+and the planes through the lower ends of the weights serve best, because the weights above these share what is left of
+their sum 1. The form of V bounds u_ij by less than the boxes of its entries do (forms.py).
 """
 
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from certify.linear.enclosures.softmax import whose
 from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
 from zoo.arithmetic import OUT, gamma
 
@@ -36,8 +40,11 @@ class Product:
     shape: Shape
     matrices: bool
     terms: int
-    weights: bool = False  # whether x_1 are weights of a softmax
+    weights: bool = False  # whether x_1 are weights of a softmax, of matrices
     tight: bool = False
+
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
+        return whose(self.inputs[1], boxes[0], pixels * boxes[1].lower[0].numel()) if self.weights else None
 
     @property
     def _times(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -138,23 +145,30 @@ class MeanPlanes(Envelope):
 
 @dataclass(frozen=True)
 class LowPlanes(Envelope):
-    """The planes through the lower end of x."""
+    """The planes of p_ij u_ij, through the lower ends of p or with any share of those through the upper ends."""
 
-    share: float = 1.0
-
-    @cached_property
-    def _corners(self) -> tuple[Tensor, Tensor]:
-        return self.times(self.x.lower, self.y.lower), self.times(self.x.lower, self.y.upper)
+    def free(self, batch: int, rows: int) -> Free:
+        """Return the shares s, one of every weight."""
+        return (self.x.lower.new_ones(batch, rows, *self.x.lower.shape[1:]),)
 
     def back(self, a: Tensor, free: Free = ()) -> Back:
+        p_l, p_u = self.x.lower.unsqueeze(1), self.x.upper.unsqueeze(1)
+        u_l, u_u = self._sums(a)
         if free:
-            return self.by_shares(a, *free)
-        x_lower, y_lower, y_upper = (end.unsqueeze(1) for end in (self.x.lower, self.y.lower, self.y.upper))
+            s = free[0]
+            part, p = u_u - s * (u_u - u_l), p_u - s * (p_u - p_l)
+            const = -(s * p_l * u_l + (1 - s) * p_u * u_u).flatten(2).sum(-1)
+        else:
+            part, p, const = u_l, p_l, -(p_l * u_l).flatten(2).sum(-1)
+        return Back((part, p.mT @ a), const, rounding_of(a, self._size, 4 * self.terms + self.x.lower[0].numel()))
+
+    def _sums(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends of u, (B, R, ..., I, J)."""
+        y_l, y_u, size = (t.mT.unsqueeze(1) for t in (self.y.lower, self.y.upper, self.y.size))
         above, below = a.clamp(min=0), a.clamp(max=0)
-        parts = (
-            (above @ y_lower.mT + below @ y_upper.mT, x_lower.mT @ a)
-            if self.matrices
-            else (above * y_lower + below * y_upper, a * x_lower)
-        )
-        const = -inner(above, self._corners[0]) - inner(below, self._corners[1])
-        return Back(parts, const, rounding_of(a, self._size, 2 * self.terms))
+        off = gamma(2 * a.shape[-1] + 8) * OUT * (a.abs() @ size) + TINY
+        low, high = above @ y_l + below @ y_u - off, above @ y_u + below @ y_l + off
+        if self.y.form is None:
+            return low, high
+        low_f, high_f = self.y.form.sums(a)
+        return torch.fmax(low, low_f), torch.fmin(high, high_f)

@@ -125,6 +125,9 @@ class Elementwise:
         inside = [~((kink <= box.lower) | (kink >= box.upper)) for kink in self.f.kinks]
         return torch.stack(inside).any(0)
 
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
+        return None
+
     def relaxed(self, *boxes: Box) -> Lines:
         return _lines(self.f, boxes[0]) if isinstance(self.f, Scalar) else _convex_lines(self.f, boxes[0])
 
