@@ -11,7 +11,6 @@ are computed for the entries that a relaxation needs.
 Letters: B images, R functionals of each.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +29,7 @@ ENTRIES = 2**20  # of one tensor of functionals, so that it stays in the cache
 class Bounds:
     """The boxes and enclosures of a program on sets of images, as far as they are known.
 
-    The first box contains the images, (B, 1, C, H, W). With `eps_B`, they are the balls in L2 around x. Entries of
-    boxes are bounded by `by`, if it is given, instead of `lower`.
+    The first box contains the images, (B, 1, C, H, W). With `eps_B`, they are the balls in L2 around x.
     """
 
     program: Program
@@ -39,7 +37,6 @@ class Bounds:
     relaxed: list[Relaxed]
     x: Tensor
     eps_B: Tensor | None = None
-    by: "Method | None" = None
 
     @staticmethod
     def on_balls(program: Program, x: Tensor, eps_B: Tensor, ball: Ball) -> "Bounds":
@@ -54,10 +51,9 @@ class Bounds:
         images: Box,
         x: Tensor | None = None,
         eps_B: Tensor | None = None,
-        by: "Method | None" = None,
     ) -> "Bounds":
         """Bound every result of the program on boxes of images, or on balls in L2 around x within them."""
-        found = Bounds(program, [images], [], images.centre if x is None else x, eps_B, by)
+        found = Bounds(program, [images], [], images.centre if x is None else x, eps_B)
         bounded: dict[int, Tensor] = {}
         for step in program.steps:
             formed = step.formed(images.lower[0].numel(), *(found.boxes[k] for k in step.inputs))
@@ -73,8 +69,7 @@ class Bounds:
     def _tighten(self, number: int, needed: Tensor | None, bounded: dict[int, Tensor]) -> None:
         """Bound the entries of a result that are needed (B, *shape), unless that was done, and those they come from."""
         *chain, base = self.program.chain(number)
-        known = self.by is None and self.boxes[number].form is not None
-        if needed is None or base == 0 or self.program.steps[base - 1].tight or known:
+        if needed is None or base == 0 or self.program.steps[base - 1].tight or self.boxes[number].form is not None:
             return
         open_ = needed.any(0, keepdim=True)
         for k in chain:
@@ -85,9 +80,8 @@ class Bounds:
             bounded[base] = done | open_
             self.boxes[base] = self.boxes[base].meet(self.box(base, entries))
             for k in reversed(chain):
-                self.boxes[k] = self.program.steps[k - 1].box(
-                    *(self.boxes[j] for j in self.program.steps[k - 1].inputs)
-                )
+                step = self.program.steps[k - 1]
+                self.boxes[k] = self.boxes[k].meet(step.box(*(self.boxes[j] for j in step.inputs)))
 
     def _form(self, number: int, pays_B: Tensor) -> None:
         """Bound a result by linear functions of the image, and make its box smaller by them."""
@@ -120,7 +114,7 @@ class Bounds:
         ends = []
         for sign in (1, -1):
             end = torch.full((count, size), torch.nan, dtype=self.x.dtype, device=self.x.device)
-            end[:, entries_R] = sign * (self.by or Bounds.lower)(self, number, sign * rows)
+            end[:, entries_R] = sign * self.lower(number, sign * rows)
             ends.append(end.view(count, *shape))
         return Box(ends[0], ends[1])
 
@@ -198,9 +192,6 @@ class Bounds:
         off = gamma(self.x[0].numel() + 16) * (sum_1 * self.x.flatten(1).abs().amax(1, keepdim=True) + fall)
         least = inner(a, self.x) + const - (fall + rounding + off + 4 * U * const.abs()) * OUT
         return -nan_to_inf(-least)
-
-
-Method = Callable[[Bounds, int, Tensor], Tensor]  # bounds, number, rows (B, R, *shape) -> lower bounds (B, R)
 
 
 def lowest(bounds: Bounds, rows_BRJ: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zoo.arithmetic import OUT, gamma, length
 
-SINGLE = 2.0**-23  # relative error of float32, twice
+SINGLE = 2.0**-24  # unit round-off of float32
 TINY = 1e-30  # far above what underflow of float32 loses
 PIXELS = 2**21  # of the functionals measured at once
 
@@ -33,43 +33,46 @@ class Form:
     l2: bool
 
     def _length(self, slope: Tensor) -> Tensor:
-        return length(slope) if self.l2 else torch.linalg.vector_norm(slope, 1, -1)
+        return length(slope.double()) if self.l2 else torch.linalg.vector_norm(slope, 1, -1).double()
 
     @cached_property
     def _size(self) -> Tensor:
         """Of all terms of an entry."""
-        return self._length(self.slope) + torch.maximum(self.lower.abs(), self.upper.abs())
+        return self._length(self.slope) + torch.maximum(self.lower.abs(), self.upper.abs()) + TINY
 
     def sums(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ends of <a, y_j> for a (B, R, *H, I, D) and y (B, *H, J, D): (B, R, *H, I, J).
 
-        Derivatives leave out those of the lengths of slopes.
+        There may be one y for all B. Derivatives leave out those of the lengths of slopes.
         """
         middle, half = (self.upper + self.lower) / 2, (self.upper - self.lower) / 2
         middle, half, size = (t.mT.unsqueeze(1) for t in (middle, half, self._size))
         far = self._lengths(a.detach()) + a.abs() @ half
-        off = gamma(2 * a.shape[-1] + self.slope.shape[-1] + 16) + SINGLE
+        off = gamma(2 * a.shape[-1] + self.slope.shape[-1] + 16, SINGLE)
         far = (far + off * ((a.abs() + TINY) @ size)) * OUT
         at = a @ middle
         return at - far, at + far
 
     def _lengths(self, a: Tensor) -> Tensor:
-        """Return |sum_d a_d L_jd|_q for a rounded to float32, so that rows of different tokens are the same."""
+        """Return |sum_d a_d L_jd|_q, computed in float32; equal rows, such as those of different tokens, count once."""
         j, d, n = self.slope.shape[-3:]
-        slope = self.slope.reshape(len(a), -1, j, d, n)
-        rows = a.reshape(*a.shape[:2], -1, *a.shape[-2:])  # (B, R, H, I, D)
-        found = rows.new_zeros(*rows.shape[:-1], j)
-        places = (rows != 0).any(-1).any(2).any(0).nonzero()
-        if not len(places):
-            return found.view(*a.shape[:-1], j)
-        r, i = places.unbind(1)
-        picked, index = rows[:, r, :, i].float().double().unique(dim=0, return_inverse=True)  # (M, B, H, D)
-        parts = [
-            self._length(part.permute(1, 2, 0, 3).unsqueeze(2) @ slope)
-            for part in picked.split(max(1, PIXELS // (slope.numel() // d)))
-        ]
-        found[:, r, :, i] = torch.cat(parts, -1).permute(3, 0, 1, 2)[index]
+        slope = self._single.view(len(self.slope), -1, j, d, n)
+        rows = a.float().reshape(len(slope), -1, slope.shape[1], *a.shape[-2:])  # (B, R, H, I, D)
+        found = a.new_zeros(*rows.shape[:-1], j)
+        r, i = (rows != 0).any(-1).any(2).any(0).nonzero().unbind(1)
+        if len(r):
+            picked, index = rows[:, r, :, i].unique(dim=0, return_inverse=True)  # (M, B, H, D)
+            few = max(1, PIXELS // (slope.numel() // d))
+            parts = [
+                self._length(part.permute(1, 2, 0, 3).unsqueeze(2) @ slope)  # (B, H, J, M)
+                for part in picked.split(few)
+            ]
+            found[:, r, :, i] = torch.cat(parts, -1).permute(3, 0, 1, 2)[index]
         return found.view(*a.shape[:-1], j)
+
+    @cached_property
+    def _single(self) -> Tensor:
+        return self.slope.float()
 
     def differences(self) -> tuple[Tensor, Tensor]:
         """Return the ends of y_j - y_i (B, ..., I, J) for the entries of the last axis."""

@@ -44,15 +44,16 @@ class Softmax:
         return torch.ones_like(box.lower, dtype=torch.bool)
 
     def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
-        return whose(self.inputs[0], self.box(*boxes), pixels * boxes[0].lower[0].numel())
+        p = self.box(*boxes)
+        return whose(self.inputs[0], p.upper - p.lower, pixels * boxes[0].lower[0].numel())
 
     def relaxed(self, *boxes: Box) -> "Planes":
         return _planes(boxes[0])
 
 
-def whose(number: int, p: Box, slopes: int) -> tuple[int, Tensor] | None:
-    """Return for which images the weights are so uncertain that a form of so many slopes pays, beside its number."""
-    pays_B = (p.upper - p.lower).sum(-1).flatten(1).mean(1) > OPEN * slopes
+def whose(number: int, open_: Tensor, slopes: int) -> tuple[int, Tensor] | None:
+    """Return for which images weights are open by so much that a form of so many slopes pays, beside its number."""
+    pays_B = open_.sum(-1).flatten(1).mean(1) > OPEN * slopes
     return (number, pays_B) if len(pays_B) * slopes <= MOST and bool(pays_B.any()) else None
 
 
