@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from certify.linear.enclosures.forms import Form
-from certify.linear.enclosures.steps import Box, Free, Relaxed, inner
+from certify.linear.enclosures.steps import TINY, Box, Free, Relaxed, inner
 from certify.linear.program import Program
 from certify.shared.ball import LINF, Ball
 from zoo.arithmetic import OUT, U, gamma, length, nan_to_inf
@@ -143,7 +143,10 @@ class Bounds:
             added: functionals of results that are nowhere positive on the images.
             seen: receives the functionals of the results that are its keys.
         """
-        return self._least(*self._to_image(number, rows, free, added, seen))
+        a, const, rounding = self._to_image(number, rows, free, added, seen)
+        if seen is not None and 0 in seen:
+            seen[0] = a.detach()
+        return self._least(a, const, rounding)
 
     def _to_image(
         self,
@@ -178,6 +181,12 @@ class Bounds:
         if 0 not in functionals:
             functionals[0] = rows.new_zeros(*rows.shape[:2], *self.x.shape[1:])
         return functionals[0], const, rounding
+
+    def worst(self, a: Tensor) -> Tensor:
+        """Return the image (B, 1, C, H, W) where a functional (B, 1, C, H, W) is least, about."""
+        if self.eps_B is None:
+            return self.x - self._reach * a.sign()
+        return self.x - a * (self.eps_B / length(a.flatten(1)).clamp_min(TINY)).view(-1, *(1,) * (a.ndim - 1))
 
     @property
     def _reach(self) -> Tensor:
