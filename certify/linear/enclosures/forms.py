@@ -20,7 +20,7 @@ from zoo.arithmetic import OUT, gamma, length
 
 SINGLE = 2.0**-24  # unit round-off of float32
 TINY = 1e-30  # far above what underflow of float32 loses
-PIXELS = 2**21  # of the functionals measured at once
+PIXELS = {"cpu": 2**21, "cuda": 2**27}  # of the functionals measured at once
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Form:
         r, i = (rows != 0).any(-1).any(2).any(0).nonzero().unbind(1)
         if len(r):
             picked, index = rows[:, r, :, i].unique(dim=0, return_inverse=True)  # (M, B, H, D)
-            few = max(1, PIXELS // (slope.numel() // d))
+            few = max(1, PIXELS[slope.device.type] // (slope.numel() // d))
             parts = [
                 self._length(part.permute(1, 2, 0, 3).unsqueeze(2) @ slope)  # (B, H, J, M)
                 for part in picked.split(few)
