@@ -32,6 +32,12 @@ done
 step python -m benchmarks.bench_train_step --model spec_vit_b --batch 128 --precision bf16 --compile --peak-tflops 989
 step python -m benchmarks.bench_train_step --model spec_vit_b --batch 256 --precision bf16 --compile --peak-tflops 989
 
+# VNN-COMP 2023, `vit`: $VNNCOMP is benchmarks/vit of vnncomp2023_benchmarks. 100 s a property, at most 6 hours; it resumes.
+if [ -n "${VNNCOMP:-}" ]; then
+    step python -m benchmarks.vnncomp_vit "$VNNCOMP" --decide 100 --device cuda --rows runs/gpu/vnncomp_vit.jsonl \
+        --record vnncomp_vit_linear_cuda
+fi
+
 # The rest.
 step python -m benchmarks.bench_ladder --device cuda
 step python -m benchmarks.bench_ladder --model dp_vit_s --device cuda

@@ -10,15 +10,17 @@ onnxruntime on the file itself, at the centre of every box and near it. The cert
 the centre that contains the box.
 
 With --decide SECONDS, a property is attacked, bounded by `linear` on the box itself, and split into parts until it is
-verified or refuted, or its time is over. An image that refutes it is of another class for onnxruntime as well.
+verified or refuted, or its time is over. An image that refutes it is of another class for onnxruntime as well. With
+--rows FILE, answers are appended to FILE as they come, and a later run with the same file goes on after them.
 
     python -m benchmarks.vnncomp_vit FOLDER [--method best] [--instances 20] [--seconds 600] [--radii 5]
-    python -m benchmarks.vnncomp_vit FOLDER --decide 60 [--net pgd_2_3_16] [--instances 20]
+    python -m benchmarks.vnncomp_vit FOLDER --decide 60 [--net pgd_2_3_16] [--instances 20] [--rows FILE]
 """
 
 import argparse
 import csv
 import io
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -176,19 +178,22 @@ def answer(analysis: Analysis, eps: float) -> dict[str, Any]:
     }
 
 
-def decided(model: ViT, net: bytes, around: Ball, seconds: float) -> Row:
-    """Return the row of one property, decided within these seconds of the process's own time."""
-    start = time.process_time()
-    program = program_of(model, tuple(around.image_1CHW.shape[1:]))
+def decided(model: ViT, net: bytes, around: Ball, seconds: float, device: str) -> Row:
+    """Return the row of one property, decided within these seconds: the process's own time, or real time on a GPU."""
+    clock = time.process_time if device == "cpu" else time.monotonic
+    start = clock()
     with torch.no_grad():
-        margin = float(margins_of(model(around.image_1CHW), torch.tensor([around.label])).min())
-    found = decide(model, program, around.box, around.label, seconds, time.process_time)
+        margin = float(margins_of(model.cpu()(around.image_1CHW), torch.tensor([around.label])).min())
+    model = model.to(device)
+    program = program_of(model, tuple(around.image_1CHW.shape[1:]))
+    box = Box(around.box.lower.to(device), around.box.upper.to(device))
+    found = decide(model, program, box, around.label, seconds, clock)
     verdict = {PROVED: "verified", REFUTED: "refuted", UNKNOWN: "unknown"}[found.answer]
     if found.image is not None:
-        inputs = model.normalize(found.image).float().numpy()
+        inputs = model.normalize(found.image).float().cpu().numpy()
         theirs = onnxruntime_logits(net, inputs, "the net")[0]
         verdict = "refuted" if theirs.argmax() != around.label else "unknown"
-    spent = round(time.process_time() - start, 3)
+    spent = round(clock() - start, 3)
     return {"verdict": verdict, "eps": around.eps, "margin": float(f"{margin:.6g}"), "loss": None,
             "parts": found.parts, "seconds": spent, "failure": 0.0}  # fmt: skip
 
@@ -203,10 +208,16 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
     compare(net, model, torch.cat([one.image_1CHW for one in balls]), listed[0].net)
     begun, radii = time.monotonic(), given.radii
     if given.decide is not None:
+        name = Path(listed[0].net).stem
+        known = {row["instance"]: row for row in known_rows(given.rows, given.decide) if row["net"] == name}
         for one, around in zip(listed, balls, strict=True):
             if time.monotonic() - begun > given.seconds:
                 return
-            yield {"net": Path(one.net).stem, "instance": one.name, **decided(model, net, around, given.decide)}
+            if one.name not in known:
+                row = {"net": name, "instance": one.name, **decided(model, net, around, given.decide, given.device)}
+                known[one.name] = row | {"limit": given.decide}
+                append(given.rows, known[one.name])
+            yield known[one.name]
         return
     prover = certifier(model, given.method, given.nonce, "linf")
     for one, around in zip(listed, balls, strict=True):
@@ -221,6 +232,26 @@ def rows_of(folder: Path, listed: list[Instance], given: argparse.Namespace) -> 
             row |= {"radius": float(radius_of(analysis))} if radii > 0 else {}
             radii -= 1
         yield {"net": Path(one.net).stem, "instance": one.name, **row}
+
+
+def known_rows(path: Path | None, limit: float) -> list[Row]:
+    """Return the rows of a file that were decided within the same time. Raises UserError."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    try:
+        rows = [json.loads(line) for line in lines]
+        same = all(row["limit"] == limit and row["net"] and row["instance"] for row in rows)
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} has a line that is not a row; remove it") from None
+    if not same:
+        raise UserError(f"{path} has rows with another limit than {limit:g}; give another file")
+    return rows
+
+
+def append(path: Path | None, row: Row) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def summary(net: str, listed: int, rows: list[Row]) -> Row:
@@ -283,8 +314,10 @@ def arguments() -> argparse.Namespace:
         "--decide",
         type=float,
         metavar="SECONDS",
-        help="verify or refute each property within these seconds of CPU time",
+        help="verify or refute each property within these seconds of CPU time (of real time on a GPU)",
     )
+    parser.add_argument("--device", default="cpu", help="of --decide: cpu or cuda")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="append answers of --decide to FILE, and go on after")
     parser.add_argument("--nonce", help="nonce of the result to reproduce")
     parser.add_argument("--record", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()

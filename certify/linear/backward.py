@@ -11,26 +11,26 @@ are computed for the entries that a relaxation needs.
 Letters: B images, R functionals of each.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from certify.linear.enclosures.steps import Box, Free, Relaxed, inner
+from certify.linear.enclosures.forms import Form
+from certify.linear.enclosures.steps import TINY, Box, Free, Relaxed, inner
 from certify.linear.program import Program
 from certify.shared.ball import LINF, Ball
 from zoo.arithmetic import OUT, U, gamma, length, nan_to_inf
 
 ENTRIES = 2**20  # of one tensor of functionals, so that it stays in the cache
+GPU = 64  # times as many on a GPU
 
 
 @dataclass
 class Bounds:
     """The boxes and enclosures of a program on sets of images, as far as they are known.
 
-    The first box contains the images, (B, 1, C, H, W). With `eps_B`, they are the balls in L2 around x. Entries of
-    boxes are bounded by `by`, if it is given, instead of `lower`.
+    The first box contains the images, (B, 1, C, H, W). With `eps_B`, they are the balls in L2 around x.
     """
 
     program: Program
@@ -38,7 +38,6 @@ class Bounds:
     relaxed: list[Relaxed]
     x: Tensor
     eps_B: Tensor | None = None
-    by: "Method | None" = None
 
     @staticmethod
     def on_balls(program: Program, x: Tensor, eps_B: Tensor, ball: Ball) -> "Bounds":
@@ -53,12 +52,14 @@ class Bounds:
         images: Box,
         x: Tensor | None = None,
         eps_B: Tensor | None = None,
-        by: "Method | None" = None,
     ) -> "Bounds":
         """Bound every result of the program on boxes of images, or on balls in L2 around x within them."""
-        found = Bounds(program, [images], [], images.centre if x is None else x, eps_B, by)
+        found = Bounds(program, [images], [], images.centre if x is None else x, eps_B)
         bounded: dict[int, Tensor] = {}
         for step in program.steps:
+            formed = step.formed(images.lower[0].numel(), *(found.boxes[k] for k in step.inputs))
+            if formed is not None and found.boxes[formed[0]].form is None:
+                found._form(*formed)
             for k in step.inputs:
                 found._tighten(k, step.needs(found.boxes[k]), bounded)
             given = [found.boxes[k] for k in step.inputs]
@@ -69,7 +70,7 @@ class Bounds:
     def _tighten(self, number: int, needed: Tensor | None, bounded: dict[int, Tensor]) -> None:
         """Bound the entries of a result that are needed (B, *shape), unless that was done, and those they come from."""
         *chain, base = self.program.chain(number)
-        if needed is None or base == 0 or self.program.steps[base - 1].tight:
+        if needed is None or base == 0 or self.program.steps[base - 1].tight or self.boxes[number].form is not None:
             return
         open_ = needed.any(0, keepdim=True)
         for k in chain:
@@ -80,9 +81,30 @@ class Bounds:
             bounded[base] = done | open_
             self.boxes[base] = self.boxes[base].meet(self.box(base, entries))
             for k in reversed(chain):
-                self.boxes[k] = self.program.steps[k - 1].box(
-                    *(self.boxes[j] for j in self.program.steps[k - 1].inputs)
-                )
+                step = self.program.steps[k - 1]
+                self.boxes[k] = self.boxes[k].meet(step.box(*(self.boxes[j] for j in step.inputs)))
+
+    def _form(self, number: int, pays_B: Tensor) -> None:
+        """Bound a result by linear functions of the image, and make its box smaller by them."""
+        shape, size = self.boxes[number].lower.shape[1:], self.boxes[number].lower[0].numel()
+        identity = torch.eye(size, dtype=self.x.dtype, device=self.x.device).view(1, size, *shape)
+        parts = [self._forms(number, part) for part in identity.split(self._few(number), 1)]
+        low, high, rest_low, rest_high, slope = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        open_B1 = ~pays_B.unsqueeze(1)
+        rest_low = rest_low.masked_fill(open_B1, -torch.inf).view(-1, *shape)
+        rest_high = rest_high.masked_fill(open_B1, torch.inf).view(-1, *shape)
+        form = Form(slope.view(len(slope), *shape, -1), rest_low, rest_high, self.eps_B is not None)
+        found = Box(low.view(-1, *shape), high.view(-1, *shape), form)
+        self.boxes[number] = self.boxes[number].meet(found)
+
+    def _forms(self, number: int, rows: Tensor) -> tuple[Tensor, ...]:
+        rows = rows.expand(len(self.x), *rows.shape[1:])
+        lower, upper = (self._to_image(number, sign * rows) for sign in (1, -1))
+        slope = (lower[0] - upper[0]) / 2
+        low, rest_low = self._least(*lower), self._least(*lower, slope)
+        high, rest_high = -self._least(*upper), -self._least(*upper, -slope)
+        scale = self._reach if self.eps_B is None else self.eps_B.view(-1, *(1,) * (self.x.ndim - 1))
+        return low, high, rest_low, rest_high, (slope * scale.unsqueeze(1)).flatten(2)
 
     def box(self, number: int, entries_R: Tensor) -> Box:
         """Bound some entries of a result from the image: (B, *shape), NaN for others."""
@@ -93,15 +115,17 @@ class Bounds:
         ends = []
         for sign in (1, -1):
             end = torch.full((count, size), torch.nan, dtype=self.x.dtype, device=self.x.device)
-            end[:, entries_R] = sign * (self.by or Bounds.lower)(self, number, sign * rows)
+            end[:, entries_R] = sign * self.lower(number, sign * rows)
             ends.append(end.view(count, *shape))
-        return Box(*ends)
+        return Box(ends[0], ends[1])
 
     def lower(self, number: int, rows: Tensor) -> Tensor:
         """Return a lower bound of the functionals (B, R, *shape) of a result: (B, R), -inf where there is none."""
+        return torch.cat([self.free_lower(number, part) for part in rows.split(self._few(number), 1)], 1)
+
+    def _few(self, number: int) -> int:
         widest = max(box.lower[0].numel() for box in self.boxes[: number + 1])
-        few = max(1, ENTRIES // (widest * len(self.x)))
-        return torch.cat([self.free_lower(number, part) for part in rows.split(few, 1)], 1)
+        return max(1, (GPU if self.x.is_cuda else 1) * ENTRIES // (widest * len(self.x)))
 
     def free_lower(
         self,
@@ -120,6 +144,20 @@ class Bounds:
             added: functionals of results that are nowhere positive on the images.
             seen: receives the functionals of the results that are its keys.
         """
+        a, const, rounding = self._to_image(number, rows, free, added, seen)
+        if seen is not None and 0 in seen:
+            seen[0] = a.detach()
+        return self._least(a, const, rounding)
+
+    def _to_image(
+        self,
+        number: int,
+        rows: Tensor,
+        free: dict[int, Free] | None = None,
+        added: dict[int, Tensor] | None = None,
+        seen: dict[int, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the functionals of the image, constants and rounding."""
         free, added = free or {}, added or {}
         functionals = {number: rows}
         const = rows.new_zeros(rows.shape[:2])
@@ -142,21 +180,28 @@ class Bounds:
                     rounding = rounding + 2 * U * inner(part.abs(), self.boxes[source].size)
                 functionals[source] = part
         if 0 not in functionals:
-            return -nan_to_inf(-(const - rounding * OUT))
-        return self._least(functionals[0], const, rounding)
+            functionals[0] = rows.new_zeros(*rows.shape[:2], *self.x.shape[1:])
+        return functionals[0], const, rounding
 
-    def _least(self, a: Tensor, const: Tensor, rounding: Tensor) -> Tensor:
-        """Return the least values on the images."""
+    def worst(self, a: Tensor) -> Tensor:
+        """Return the image (B, 1, C, H, W) where a functional (B, 1, C, H, W) is least, about."""
+        if self.eps_B is None:
+            return self.x - self._reach * a.sign()
+        return self.x - a * (self.eps_B / length(a.flatten(1)).clamp_min(TINY)).view(-1, *(1,) * (a.ndim - 1))
+
+    @property
+    def _reach(self) -> Tensor:
         box = self.boxes[0]
-        reach = torch.maximum(box.upper - self.x, self.x - box.lower) * (1 + 4 * U)
-        fall = inner(a.abs(), reach) if self.eps_B is None else length(a.flatten(2)) * self.eps_B[:, None]
+        return torch.maximum(box.upper - self.x, self.x - box.lower) * (1 + 4 * U)
+
+    def _least(self, a: Tensor, const: Tensor, rounding: Tensor, less: Tensor | None = None) -> Tensor:
+        """Return the least values on the images, of <a, x'> + const - <less, x' - x>."""
+        moved = a if less is None else a - less
+        fall = inner(moved.abs(), self._reach) if self.eps_B is None else length(moved.flatten(2)) * self.eps_B[:, None]
         sum_1 = torch.linalg.vector_norm(a.flatten(2), 1, -1)
         off = gamma(self.x[0].numel() + 16) * (sum_1 * self.x.flatten(1).abs().amax(1, keepdim=True) + fall)
         least = inner(a, self.x) + const - (fall + rounding + off + 4 * U * const.abs()) * OUT
         return -nan_to_inf(-least)
-
-
-Method = Callable[[Bounds, int, Tensor], Tensor]  # bounds, number, rows (B, R, *shape) -> lower bounds (B, R)
 
 
 def lowest(bounds: Bounds, rows_BRJ: Tensor) -> Tensor:

@@ -37,13 +37,17 @@ class Program:
         self.steps.append(step)
         return Ref(len(self.steps), step.shape)
 
-    def values(self, x: Tensor) -> Tensor:
-        """Return the logits of images (B, 1, C, H, W): (B, J)."""
+    def results(self, x: Tensor) -> list[Tensor]:
+        """Return all results for images (B, 1, C, H, W), by number."""
         known = [x]
         for step in self.steps:
             known.append(step.value(*(known[k] for k in step.inputs)))
+        return known
+
+    def values(self, x: Tensor) -> Tensor:
+        """Return the logits of images (B, 1, C, H, W): (B, J)."""
         assert self.result is not None
-        return known[self.result.number].flatten(1)
+        return self.results(x)[self.result.number].flatten(1)
 
     def base(self, number: int) -> int:
         """Return the result that this one rearranges, scales and shifts: its box gives this one's exactly."""

@@ -12,7 +12,6 @@ from certify.linear.backward import Bounds
 from certify.linear.enclosures.steps import Free
 
 STEPS, RATE, LAST = 40, 0.1, 0.05  # the last step is this share of the first
-FEW, TOGETHER, SHORT = 256, 64, 10  # hidden functionals: most, at once, and steps
 
 
 def tuned(bounds: Bounds, rows_BRJ: Tensor, enough: float = torch.inf) -> Tensor:
@@ -22,17 +21,6 @@ def tuned(bounds: Bounds, rows_BRJ: Tensor, enough: float = torch.inf) -> Tensor
     rows = rows_BRJ.view(*rows_BRJ.shape[:2], *result.shape)
     free = start(bounds, result.number, *rows.shape[:2])
     return ascend(bounds, result.number, rows, free, enough, STEPS) if free else bounds.lower(result.number, rows)
-
-
-def by_ascent(bounds: Bounds, number: int, rows_BR: Tensor) -> Tensor:
-    """Return lower bounds of functionals (B, R, *shape) of a result, ascended if they are few."""
-    if rows_BR.shape[1] > FEW or not start(bounds, number, 1, 1):
-        return bounds.lower(number, rows_BR)
-    parts = [
-        ascend(bounds, number, part, start(bounds, number, *part.shape[:2]), torch.inf, SHORT)
-        for part in rows_BR.split(TOGETHER, 1)
-    ]
-    return torch.cat(parts, 1)
 
 
 def start(bounds: Bounds, number: int, batch: int, rows: int) -> dict[int, Free]:

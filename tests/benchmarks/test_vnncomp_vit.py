@@ -77,12 +77,23 @@ def test_the_first_of_each_net_until_the_time_is_over(
 
 def test_properties_are_decided(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmarks.record, "RESULTS", tmp_path / "results")
-    run(monkeypatch, folder, "--decide", 3, "--record", "found")
+    rows = tmp_path / "rows"
+    run(monkeypatch, folder, "--decide", 3, "--record", "found", "--rows", rows)
     found: dict[str, Any] = json.loads((tmp_path / "results/found.json").read_text())
     first, second, third, fourth = (row["verdict"] for row in found["rows"])
     assert (first, third, fourth) == ("verified", "refuted", "verified")
     assert second in ("unknown", "refuted")
     assert found["method"] == "linear"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
+    monkeypatch.setattr(
+        vnncomp_vit, "decided", lambda *_: {"verdict": "unknown", "margin": 1.0, "loss": None, "seconds": 0}
+    )
+    run(monkeypatch, folder, "--decide", 3, "--record", "resumed", "--rows", rows)
+    resumed = json.loads((tmp_path / "results/resumed.json").read_text())["rows"]
+    assert resumed[:3] == found["rows"][:3]
+    assert resumed[3]["verdict"] == "unknown"
+    with pytest.raises(SystemExit):
+        run(monkeypatch, folder, "--decide", 4, "--rows", rows)
 
 
 def test_what_is_proved_is_a_cube(

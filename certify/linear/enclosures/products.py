@@ -4,15 +4,18 @@ With centres c and reaches r,
 
     x y  =  c_y x + c_x y - c_x c_y + (x - c_x)(y - c_y),      |(x - c_x)(y - c_y)| <= r_x r_y,
 
-which is the mean of the two planes of the envelope, from either side. Where x are weights of a softmax, the planes
-through their lower ends serve better, because the weights above these share what is left of their sum 1:
-
-    x_l y + (x - x_l) y_l  <=  x y  <=  x_l y + (x - x_l) y_u
-
-With the planes through the upper end of x and any share s of the first,
+which is the mean of the two planes of the envelope, from either side. With the planes through both ends of x and any
+share s of the first,
 
     x y  >=  s (x_l y + (x - x_l) y_l) + (1 - s) (x_u y + (x - x_u) y_u)
     x y  <=  s (x_l y + (x - x_l) y_u) + (1 - s) (x_u y + (x - x_u) y_l)
+
+A functional of y = P V, where P are weights of a softmax, is a sum of products of two numbers each,
+
+    <A, P V>  =  sum_ij p_ij u_ij,        u_ij = <A_i, v_j>,
+
+and the planes through the lower ends of the weights serve best, because the weights above these share what is left of
+their sum 1. The form of V bounds u_ij by less than the boxes of its entries do (forms.py).
 """
 
 from collections.abc import Callable
@@ -22,7 +25,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, inner_of_rows, rounding_of
+from certify.linear.enclosures.softmax import whose
+from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, rounding_of
 from zoo.arithmetic import OUT, gamma
 
 MOST = 2**20  # free shares of one product
@@ -36,8 +40,12 @@ class Product:
     shape: Shape
     matrices: bool
     terms: int
-    weights: bool = False  # whether x_1 are weights of a softmax
+    weights: bool = False  # whether x_1 are weights of a softmax, of matrices
     tight: bool = False
+
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
+        p, y = boxes
+        return whose(self.inputs[1], p.upper - p.lower, pixels * y.lower[0].numel()) if self.weights else None
 
     @property
     def _times(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -63,98 +71,65 @@ class Product:
     def needs(self, box: Box) -> Tensor:
         return torch.ones_like(box.lower, dtype=torch.bool)
 
-    def relaxed(self, *boxes: Box) -> "MeanPlanes | LowPlanes":
-        kind = LowPlanes if self.weights else MeanPlanes
-        return kind(boxes[0], boxes[1], self._times, self.matrices, self.terms)
+    def relaxed(self, *boxes: Box) -> "Sums | Entries":
+        share = 1.0 if self.weights else 0.5
+        return (Sums if self.matrices else Entries)(boxes[0], boxes[1], self._times, self.terms, share)
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """The planes of a product on two boxes, and the size of all its terms."""
+    """The planes through the lower ends of x with a share, and those through the upper ends with the rest."""
 
     x: Box
     y: Box
     times: Callable[[Tensor, Tensor], Tensor]
-    matrices: bool
     terms: int
-    share: float = 0.5
+    share: float
 
     @cached_property
     def _size(self) -> Tensor:
+        """Above the sum of all terms."""
         return 4 * self.times(self.x.size, self.y.size)
 
     def free(self, batch: int, rows: int) -> Free:
         """Return the shares s, one of every product of two numbers."""
-        x, y = self.x.lower, self.y.lower
-        shape = (*x.shape, y.shape[-1]) if self.matrices else x.shape
-        shape = torch.Size((batch, rows, *shape[1:]))
-        return () if shape.numel() > MOST else (x.new_full(shape, self.share),)
+        shape = torch.Size((batch, rows, *self.x.lower.shape[1:]))
+        return () if shape.numel() > MOST else (self.x.lower.new_full(shape, self.share),)
 
-    def by_shares(self, a: Tensor, s: Tensor) -> Back:
-        """Return the bound with both planes mixed by the shares (B, R, ...)."""
-        (x_l, x_u), (y_l, y_u) = ((box.lower.unsqueeze(1), box.upper.unsqueeze(1)) for box in (self.x, self.y))
-        above, below = a.clamp(min=0), a.clamp(max=0)
-        if self.matrices:
-            part_x, part_y = above @ y_u.mT + below @ y_l.mT, x_u.mT @ a
-            x_l, x_u, y_l, y_u = x_l.unsqueeze(-1), x_u.unsqueeze(-1), y_l.unsqueeze(-3), y_u.unsqueeze(-3)
-            above, below = above.unsqueeze(-2), below.unsqueeze(-2)
-        else:
-            part_x, part_y = above * y_u + below * y_l, a * x_u
-        first, last = s * above, s * below
-        less_x, less_y = (first - last) * (y_u - y_l), (first + last) * (x_u - x_l)
-        if self.matrices:
-            less_x, less_y = less_x.sum(-1), less_y.sum(-3)
-        const = inner_of_rows(first, x_u * y_u - x_l * y_l) + inner_of_rows(last, x_u * y_l - x_l * y_u)
-        const = const - inner(a.clamp(min=0), self._ends[0]) - inner(a.clamp(max=0), self._ends[1])
-        return Back(
-            (part_x - less_x, part_y - less_y), const, rounding_of(a, 3 * self._size, 4 * self.terms + s[0, 0].numel())
-        )
-
-    @cached_property
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        return self.times(self.x.upper, self.y.upper), self.times(self.x.upper, self.y.lower)
+    def _parts(self, u_l: Tensor, u_u: Tensor, free: Free) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the factors of x and u in the bound of <x, u>, (B, R, *shape of x), and its constant."""
+        x_l, x_u = self.x.lower.unsqueeze(1), self.x.upper.unsqueeze(1)
+        s = free[0] if free else self.share
+        const = -(s * x_l * u_l + (1 - s) * x_u * u_u).flatten(2).sum(-1)
+        return u_u - s * (u_u - u_l), x_u - s * (x_u - x_l), const
 
 
 @dataclass(frozen=True)
-class MeanPlanes(Envelope):
-    """The means of both planes on either side."""
-
-    share: float = 0.5
-
-    @cached_property
-    def _middle(self) -> tuple[Tensor, Tensor]:
-        """The product of the centres and that of the reaches, rounded up."""
-        rest = self.times(self.x.reach, self.y.reach) * (1 + gamma(self.terms + 4)) * OUT
-        return self.times(self.x.centre, self.y.centre), rest
+class Entries(Envelope):
+    """A product entry by entry: u = a y."""
 
     def back(self, a: Tensor, free: Free = ()) -> Back:
-        if free:
-            return self.by_shares(a, *free)
-        c_x, c_y = self.x.centre.unsqueeze(1), self.y.centre.unsqueeze(1)
-        middle, rest = self._middle
-        parts = (a @ c_y.mT, c_x.mT @ a) if self.matrices else (a * c_y, a * c_x)
-        return Back(parts, -inner(a, middle) - inner(a.abs(), rest), rounding_of(a, self._size, 2 * self.terms))
+        one, other = a * self.y.lower.unsqueeze(1), a * self.y.upper.unsqueeze(1)
+        part, x, const = self._parts(torch.minimum(one, other), torch.maximum(one, other), free)
+        return Back((part, x * a), const, rounding_of(a, self._size, 8 + a[0, 0].numel()))
 
 
 @dataclass(frozen=True)
-class LowPlanes(Envelope):
-    """The planes through the lower end of x."""
-
-    share: float = 1.0
-
-    @cached_property
-    def _corners(self) -> tuple[Tensor, Tensor]:
-        return self.times(self.x.lower, self.y.lower), self.times(self.x.lower, self.y.upper)
+class Sums(Envelope):
+    """A product of matrices: u_ij = <a_i, y_j>."""
 
     def back(self, a: Tensor, free: Free = ()) -> Back:
-        if free:
-            return self.by_shares(a, *free)
-        x_lower, y_lower, y_upper = (end.unsqueeze(1) for end in (self.x.lower, self.y.lower, self.y.upper))
+        part, x, const = self._parts(*self._ends(a), free)
+        terms = 4 * self.terms + self.x.lower[0].numel()
+        return Back((part, x.mT @ a), const, rounding_of(a, self._size, terms))
+
+    def _ends(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends of u, (B, R, ..., I, J)."""
+        y_l, y_u, size = (t.mT.unsqueeze(1) for t in (self.y.lower, self.y.upper, self.y.size))
         above, below = a.clamp(min=0), a.clamp(max=0)
-        parts = (
-            (above @ y_lower.mT + below @ y_upper.mT, x_lower.mT @ a)
-            if self.matrices
-            else (above * y_lower + below * y_upper, a * x_lower)
-        )
-        const = -inner(above, self._corners[0]) - inner(below, self._corners[1])
-        return Back(parts, const, rounding_of(a, self._size, 2 * self.terms))
+        off = gamma(2 * a.shape[-1] + 8) * OUT * (a.abs() @ size) + TINY
+        low, high = above @ y_l + below @ y_u - off, above @ y_u + below @ y_l + off
+        if self.y.form is None:
+            return low, high
+        low_f, high_f = self.y.form.sums(a)
+        return torch.fmax(low, low_f), torch.fmin(high, high_f)

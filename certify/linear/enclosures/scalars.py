@@ -68,6 +68,12 @@ class Lines:
         places = [(line[0] - least) / (most - least) for line in (self.lower, self.upper)]
         return tuple(place.unsqueeze(1).expand(batch, rows, *place.shape[1:]).clone() for place in places)
 
+    def gap(self, a: Tensor, z: Tensor, y: Tensor, free: Free) -> Tensor:
+        """Return what the bound of a y leaves at y = f(z), entry by entry; a (B, *shape), parameters (B, 1, *shape)."""
+        assert self.grid is not None
+        slope, shift = (t.squeeze(1) for t in self.grid.line(a.unsqueeze(1), *free))
+        return a * (y - slope * z - shift)
+
     def back(self, a: Tensor, free: Free = ()) -> Back:
         if self.grid is not None and free:
             slope, shift = self.grid.line(a, *free)
@@ -124,6 +130,9 @@ class Elementwise:
             return torch.ones_like(box.lower, dtype=torch.bool)
         inside = [~((kink <= box.lower) | (kink >= box.upper)) for kink in self.f.kinks]
         return torch.stack(inside).any(0)
+
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
+        return None
 
     def relaxed(self, *boxes: Box) -> Lines:
         return _lines(self.f, boxes[0]) if isinstance(self.f, Scalar) else _convex_lines(self.f, boxes[0])

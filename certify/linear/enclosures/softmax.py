@@ -22,6 +22,8 @@ from torch import Tensor
 from certify.linear.enclosures.steps import TINY, Back, Box, Free, Shape, inner, rounding_of
 from zoo.arithmetic import OUT, U, gamma
 
+OPEN, MOST = 1.5e-7, 2**25  # uncertain share of the sum 1 for each slope of a form; most slopes
+
 
 @dataclass(frozen=True)
 class Softmax:
@@ -41,8 +43,18 @@ class Softmax:
     def needs(self, box: Box) -> Tensor:
         return torch.ones_like(box.lower, dtype=torch.bool)
 
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
+        p = self.box(*boxes)
+        return whose(self.inputs[0], p.upper - p.lower, pixels * boxes[0].lower[0].numel())
+
     def relaxed(self, *boxes: Box) -> "Planes":
         return _planes(boxes[0])
+
+
+def whose(number: int, open_: Tensor, slopes: int) -> tuple[int, Tensor] | None:
+    """Return for which images weights are open by so much that a form of so many slopes pays, beside its number."""
+    pays_B = open_.sum(-1).flatten(1).mean(1) > OPEN * slopes
+    return (number, pays_B) if len(pays_B) * slopes <= MOST and bool(pays_B.any()) else None
 
 
 def _range(lo: Tensor, hi: Tensor) -> Box:
@@ -56,6 +68,9 @@ def _differences(s: Box) -> tuple[Tensor, Tensor]:
     out = 4 * U * (s.size.unsqueeze(-1) + s.size.unsqueeze(-2))
     lo = s.lower.unsqueeze(-2) - s.upper.unsqueeze(-1) - out
     hi = s.upper.unsqueeze(-2) - s.lower.unsqueeze(-1) + out
+    if s.form is not None:
+        low, high = s.form.differences()
+        lo, hi = torch.fmax(lo, low), torch.fmin(hi, high)
     return lo.masked_fill(own, 0), hi.masked_fill(own, 0)
 
 
@@ -128,18 +143,19 @@ def _planes(s: Box) -> Planes:
     n = s.lower.shape[-1]
     lo, hi = _differences(s)
     own = torch.eye(n, dtype=torch.bool, device=lo.device)
-    t = (s.centre.unsqueeze(-2) - s.centre.unsqueeze(-1)).clamp(lo, hi)
+    t, d = (lo + hi) / 2, s.centre.unsqueeze(-2) - s.centre.unsqueeze(-1)
+    t = torch.minimum(torch.maximum(t, lo), hi)
     width = hi - lo
     e_lo, e_hi, e_t = lo.exp(), hi.exp(), t.exp()
     eta = gamma(3 * n + 400)
-    reach = s.reach.unsqueeze(-2) + s.reach.unsqueeze(-1) + t.abs()
+    reach = s.reach.unsqueeze(-2) + s.reach.unsqueeze(-1) + t.abs() + d.abs()
     # from below: chords of e^t, tangent of 1 / y
     rise = torch.where(width > 1, e_hi - e_lo, e_lo * torch.expm1(width.clamp(max=1)))  # without cancellation
     chord = torch.where(width > 0, rise / torch.where(width > 0, width, 1.0), e_t)
     y_0 = (e_lo + chord * (t - lo)).sum(-1)
     steep = (chord / y_0.square().unsqueeze(-1)).masked_fill(own, 0)
     off = 8 * eta * (1 / y_0 + (steep * (reach + width)).sum(-1)) * OUT + TINY
-    lower = (1 / y_0 - off, _per_score(-steep))
+    lower = (1 / y_0 - (steep * (d - t)).sum(-1) - off, _per_score(-steep))
     # from above: chord of e^g, tangent of g = -log y
     y_lo, y_hi, y_t = e_lo.sum(-1), e_hi.sum(-1), e_t.sum(-1)
     ratio = (y_hi / y_lo).log()
@@ -151,7 +167,7 @@ def _planes(s: Box) -> Planes:
     steep_u = (kappa.unsqueeze(-1) * e_t / y_t.unsqueeze(-1)).masked_fill(own, 0)
     size = 1 / y_lo + kappa * (g_lo.abs() + g_hi.abs() + g_t.abs() + 1)
     off_u = 8 * eta * (size + (steep_u * (reach + width)).sum(-1)) * OUT + TINY
-    upper = (shift + kappa * g_t + off_u, _per_score(-steep_u))
+    upper = (shift + kappa * g_t - (steep_u * (d - t)).sum(-1) + off_u, _per_score(-steep_u))
     whole = _range(lo, hi)
     return Planes(s, _or_constant(*lower, whole.lower), _or_constant(*upper, whole.upper))
 

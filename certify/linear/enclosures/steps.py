@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from certify.linear.enclosures.forms import Form
 from zoo.arithmetic import OUT, U, gamma
 
 Shape = tuple[int, ...]
@@ -28,10 +29,11 @@ TINY = 1e-290  # above what underflow loses
 
 @dataclass(frozen=True)
 class Box:
-    """Bounds of a tensor, entry by entry: (B, *shape) each."""
+    """Bounds of a tensor, entry by entry: (B, *shape) each; and its form, if that is known."""
 
     lower: Tensor
     upper: Tensor
+    form: Form | None = None
 
     @property
     def centre(self) -> Tensor:
@@ -48,7 +50,7 @@ class Box:
 
     def meet(self, other: "Box") -> "Box":
         """Return the intersection; NaN in `other` counts as no bound."""
-        return Box(torch.fmax(self.lower, other.lower), torch.fmin(self.upper, other.upper))
+        return Box(torch.fmax(self.lower, other.lower), torch.fmin(self.upper, other.upper), self.form or other.form)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ class Relaxed(Protocol):
 
 
 class Step(Protocol):
-    """An operation on earlier results, `inputs` by number. `tight`: its own box needs no bounds from the image."""
+    """An operation on earlier results, `inputs` by number.
+
+    `tight`: its own box needs no bounds from the image. `formed`: the input, by number, whose form pays, and for which
+    images.
+    """
 
     @property
     def inputs(self) -> tuple[int, ...]: ...
@@ -83,6 +89,8 @@ class Step(Protocol):
 
     @property
     def tight(self) -> bool: ...
+
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None: ...
 
     def value(self, *xs: Tensor) -> Tensor:
         """Return y for a batch: (B, *shape)."""
@@ -162,6 +170,9 @@ class Affine:
         return size if self.offset is None else size + self.offset
 
     def needs(self, box: Box) -> Tensor | None:
+        return None
+
+    def formed(self, pixels: int, *boxes: Box) -> tuple[int, Tensor] | None:
         return None
 
     def relaxed(self, *boxes: Box) -> "Pulled":

@@ -28,6 +28,14 @@ def boxes(n: int, count: int, seed: int, far: float = 6, wide: float = 12) -> Bo
     return Box(lower, lower + width)
 
 
+def row(box: Box) -> Box:
+    return Box(box.lower.unsqueeze(-2), box.upper.unsqueeze(-2))
+
+
+def column(box: Box) -> Box:
+    return Box(box.lower.unsqueeze(-1), box.upper.unsqueeze(-1))
+
+
 def points(box: Box, seed: int) -> list[Tensor]:
     """Return the centre, corners and inner points."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,8 +76,8 @@ CASES: dict[str, tuple[Step, tuple[Box, ...], Exact]] = {
     "softmax, wide": (Softmax((0,), (3,)), (boxes(3, 20, 1, 5.6, 1),), softmax),
     "product": (Product((0, 1), (3,), False, 1), (boxes(3, 40, 2), boxes(3, 40, 3)), lambda x: [
         x[i] * x[3 + i] for i in range(3)]),
-    "weights": (Product((0, 1), (3,), False, 1, True), (boxes(3, 40, 4), boxes(3, 40, 5)), lambda x: [
-        x[i] * x[3 + i] for i in range(3)]),
+    "weights": (Product((0, 1), (1, 1), True, 4, True), (row(boxes(3, 40, 4)), column(boxes(3, 40, 5))), lambda x: [
+        mp.fdot(x[:3], x[3:])]),
     "square": (Elementwise((0,), (3,), SQUARE), (boxes(3, 40, 6),), each(lambda v: v * v)),
     "exp": (Elementwise((0,), (3,), EXP), (boxes(3, 40, 7, 3),), each(mp.exp)),
     "relu": (Elementwise((0,), (3,), known(nn.ReLU())), (boxes(3, 40, 8),), each(lambda v: max(v, mp.mpf(0)))),

@@ -114,8 +114,7 @@ def test_relu_has_the_lines_of_crown() -> None:
     )
 
 
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("matrices", [False, True])
+@pytest.mark.parametrize(("matrices", "weights"), [(False, False), (True, False), (True, True)])
 def test_planes_enclose_products(matrices: bool, weights: bool) -> None:
     shapes = ((2, 3), (3, 2)) if matrices else ((4,), (4,))
     step = Product((0, 1), (2, 2) if matrices else (4,), matrices, 4, weights)

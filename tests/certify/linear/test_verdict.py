@@ -1,11 +1,13 @@
 """Verdicts hold: no attack reaches a proved property, and a refuting image is in the box and of another class."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.vnncomp import vit
 from certify.linear.backward import Bounds, lowest
 from certify.linear.branch import Search
 from certify.linear.capture import program_of
@@ -13,6 +15,7 @@ from certify.linear.enclosures.steps import Box
 from certify.linear.tuned import tuned
 from certify.linear.verdict import PROVED, REFUTED, UNKNOWN, decide
 from tests.tools.ascent import ascend_box, margin_loss
+from tests.tools.exported_vit import exported, published_vit
 
 
 def net(seed: int) -> nn.Sequential:
@@ -68,3 +71,23 @@ def test_parts_prove_what_lines_do_not() -> None:
     search = Search(bounds, rows[0])
     assert bool(search.run(time.monotonic() + 20).all())
     assert search.parts > 1 or best > plain
+
+
+@pytest.mark.slow
+def test_parts_of_a_transformer_hold() -> None:
+    """On a box that lines alone do not prove, parts prove nothing that ascent refutes."""
+    model = vit.read(exported(published_vit(0)))
+    x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    for eps in (0.01, 0.02, 0.04):
+        bounds = Bounds.on(program_of(model, (3, 8, 8)), Box(x.unsqueeze(1) - eps, x.unsqueeze(1) + eps))
+        classes = torch.eye(model.num_classes, dtype=torch.float64)
+        search = Search(bounds, torch.stack([classes[y[0]] - row for j, row in enumerate(classes) if j != y[0]]))
+        proved = bool(search.run(3, partial(next, iter(range(3)), 3)).all())
+        if search.parts > 1:
+            break
+    assert search.parts > 1
+    found = decide(model, bounds.program, box_around(x, eps), int(y), 1)
+    worst = ascend_box(margin_loss(model, y), x, torch.full((1,), eps, dtype=torch.float64), 30, 3)
+    assert not (proved or found.answer == PROVED) or float(worst) < 0
