@@ -94,13 +94,13 @@ class CloserEllipsoids(Ellipsoids):
 
     def _measured_third(self, at: int, reach: Tensor, first: Tensor) -> Third:
         """Return the bound of |t / W| at the largest e."""
-        forms, weight, numbers = self._units[at], self.joint.weights[at], [self.most_B[:, None]]
+        forms, weight, numbers = self._units[at], self.joint.weights[at], self.most_B[:, None]
         around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
         assert around is not None
         q, kappa_BNH = 0.5 * torch.maximum(around.hi, -around.lo) * first, kappa(forms, reach)
         form = forms.weighted((q / weight).square()[None])
         of_image = self.seminorms(
-            {at: form}, f"third {at}", numbers, self.budget.close, self.joint.only((IMAGE,), at, form.largest)
+            {at: form}, f"third {at}", [numbers], self.budget.close, self.joint.only((IMAGE,), at, form.largest)
         )
         p = product(kappa_BNH, 0.5 * (first + reach))
         of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, VECTORS)
