@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids
+from certify.image.ellipsoid import PROBE_FAILURE
 from certify.image.quantiles import least_square_sum
 from certify.taylor.forms import Curvature, smooth_leaves
+from certify.taylor.pairs import Paired
 from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.tape import Vectors
@@ -30,7 +31,7 @@ from zoo.bounds.tape import Vectors
 VECTORS = 256
 
 
-def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor, word: str, numbers: Tensor) -> Vectors:
+def crossed(ellipsoids: Paired, units: Mapping[int, Curvature], off: Tensor, word: str, numbers: Tensor) -> Vectors:
     """Return x (1, B, N, H) of all units that others follow, at the largest e; numbers (B, n) are seeds.
 
     `off` (1, B) bounds the error of torch's product with the forms of the units, for vectors of length 1.
@@ -58,7 +59,7 @@ def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor,
     }
 
 
-def _pulled(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], u: Tensor) -> Tensor:
+def _pulled(ellipsoids: Paired, units: Mapping[int, Curvature], u: Tensor) -> Tensor:
     """Return M^T C' M u for vectors u (M, B, n) of the image: (M, B, n)."""
     joint, last, joining = ellipsoids.joint, max(units), Vectors()
 

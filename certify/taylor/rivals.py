@@ -18,10 +18,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Ellipsoids, Margins
+from certify.image.ellipsoid import PROBE_FAILURE, Margins
 from certify.image.radius_stage import Formed, Gradients, Situation
+from certify.taylor.pairs import Paired
 from certify.taylor.propagated import Propagated, propagated
-from certify.taylor.trust_region import Curved, Loss, Terms, terms_of
+from certify.taylor.trust_region import Curved, Terms, terms_of
 from zoo.arithmetic import OUT, broadcast_batch
 from zoo.bounds.tape import Vectors
 
@@ -35,13 +36,13 @@ class Rival:
     """One rival of every image, with what its bounds are made of."""
 
     here: Situation
-    ellipsoids: Ellipsoids
+    ellipsoids: Paired
     class_B: Tensor
     g: Gradients
     margins: Margins
 
     @staticmethod
-    def of(here: Situation, ellipsoids: Ellipsoids, class_B: Tensor) -> "Rival":
+    def of(here: Situation, ellipsoids: Paired, class_B: Tensor) -> "Rival":
         g = here.gradients(class_B[None])
         return Rival(here, ellipsoids, class_B, g, ellipsoids.margins(g.leaves, class_B[None], signed=True))
 
@@ -49,17 +50,17 @@ class Rival:
     def curved(self) -> Curved:
         return Curved.of(self.ellipsoids, self.margins, self.g.leaves)
 
-    @cached_property
-    def terms(self) -> Terms:
+    def alone(self) -> Terms:
+        numbers, most = self.curved.numbers, self.ellipsoids.most
+        samples = self.ellipsoids.samples
+        return self._with(propagated(self.ellipsoids, self.curved.squares, "propagated", numbers, most, samples))
+
+    def in_common(self, common: Propagated, left_B: Tensor) -> Terms:
+        return self._with(common.times((left_B[None] * OUT).sqrt()))
+
+    def _with(self, behind: Propagated) -> Terms:
         g, first = self.g, self.here.ball.length(self.g.image)
-        return terms_of(self.ellipsoids, self.margins, g.leaves, g.image, first, self.curved)
-
-    def alone(self) -> Loss:
-        curved = self.curved
-        return Loss(self.terms, propagated(self.ellipsoids, curved.squares, "propagated", curved.numbers))
-
-    def in_common(self, common: Propagated, left_B: Tensor) -> Loss:
-        return Loss(self.terms, common.times((left_B * OUT).sqrt()))
+        return terms_of(self.ellipsoids, self.margins, g.leaves, g.image, first, self.curved, behind)
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,12 @@ class Rivals:
     def __init__(
         self,
         here: Situation,
-        ellipsoids: Ellipsoids,
-        formed: Callable[[Tensor, Gradients, Margins, Callable[[], Loss]], Formed],
+        ellipsoids: Paired,
+        formed: Callable[[Tensor, Gradients, Margins, Callable[[], Terms]], Formed],
     ) -> None:
         self.here, self.ellipsoids, self._formed = here, ellipsoids, formed
         self._others = list[Bounds]()
+        ellipsoids.failure += (1 + here.rivals_BR.shape[1]) * len(ellipsoids.units) * PROBE_FAILURE  # of the samples
 
     def in_common(self, class_B: Tensor, wanted_B: Tensor, bound: Callable[[Formed], Tensor]) -> Tensor:
         """Bound the losses of the wanted rivals that are near; infinite elsewhere: (B,)."""
@@ -127,7 +129,8 @@ class Rivals:
         if not rivals:
             return []
         c = _largest([rival.curved.squares for rival in rivals], near_CB, left_CB)
-        common = propagated(self.ellipsoids, c, "common", e_B[:, None])
+        of_images, samples = e_B[:, None], self.ellipsoids.samples
+        common = propagated(self.ellipsoids, c, "common", of_images, self.ellipsoids.most, samples)
         return [
             Bounds(
                 rival.class_B,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids, Margins
+from certify.image.ellipsoid import Margins
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, Formed, Gradients, RadiusStage
@@ -27,7 +27,7 @@ from certify.shared.certificate import Clean, gaps
 from certify.taylor.forms import smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.rivals import Rivals
-from certify.taylor.trust_region import Loss
+from certify.taylor.trust_region import Terms
 from zoo.bounds.tape import Tape
 
 BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large costs little, too small a second stage
@@ -36,7 +36,9 @@ BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large
 class TaylorStage(RadiusStage):
     """A radius stage with exact second orders for the rivals that its other bounds leave open."""
 
-    def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
+    ellipsoids: CloserEllipsoids
+
+    def bounds(self, joint: Joint, first: Columns | None) -> CloserEllipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
@@ -60,7 +62,7 @@ class TaylorStage(RadiusStage):
     def _rivals(self) -> Rivals:
         return Rivals(self.here, self.ellipsoids, self._with_loss)
 
-    def _with_loss(self, class_B: Tensor, g: Gradients, margins: Margins, couple: Callable[[], Loss]) -> Formed:
+    def _with_loss(self, class_B: Tensor, g: Gradients, margins: Margins, couple: Callable[[], Terms]) -> Formed:
         return self.formed(class_B[None], g, margins, couple)
 
 

@@ -28,10 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
+from certify.image.ellipsoid import COARSE, Grown, Margins
 from certify.image.joint import IMAGE
 from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_leaves
+from certify.taylor.pairs import Paired
 from certify.taylor.propagated import Propagated, aside, free, length2_of, others_before, units_at
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
@@ -45,11 +46,12 @@ APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only er
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms of one rival at the largest e, (1, B) each, all but the b^2 of units.
+    """The terms of one rival at the largest e, (1, B) each.
 
     `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
     with rounding included. `aside` bounds the o^2 for sources of length 1 at the leaves `apart`, and `others` the norm
     of the forms of leaves without units, for what sources other than the image add; `last` is the last of these leaves.
+    `propagated` bounds the root of the sum of the b^2 of units, and `most` is this bound at the largest e.
     """
 
     first: Tensor
@@ -62,7 +64,16 @@ class Terms:
     apart: tuple[int, ...]
     others: Tensor
     last: int | None
+    propagated: Propagated
+    most: Tensor
     most_B: Tensor
+
+    def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
+        aside, others = self.besides(e_B, grown)
+        of_units = product(self.most, self.propagated.aside(e_B, grown))
+        remainders = of_units + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
+        return nan_to_inf(OUT * (self.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
 
     def quadratic(self, e_B: Tensor) -> Tensor:
         """Return the part of the cost from the trust region problem: (1, B)."""
@@ -87,21 +98,6 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """The bound of the loss to first order and forms together; `propagated` bounds the b^2 of units."""
-
-    terms: Terms
-    propagated: Propagated
-
-    def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the bound for e <= the largest: (1, B)."""
-        terms, (aside, others) = self.terms, self.terms.besides(e_B, grown)
-        of_units = self.propagated.at(e_B, grown).square()
-        remainders = of_units + product(1 / terms.tau, aside) + product(1 + 1 / terms.tau, others)
-        return nan_to_inf(OUT * (terms.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
-
-
-@dataclass(frozen=True)
 class Curved:
     """The second order of the margin of one rival: c' of units, the coefficients x of their cross terms, and seeds."""
 
@@ -110,7 +106,7 @@ class Curved:
     numbers: Tensor
 
     @staticmethod
-    def of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> "Curved":
+    def of(ellipsoids: Paired, margins: Margins, g: Vectors) -> "Curved":
         """Return it for margins with gradients g at the leaves."""
         (numbers,), units = margins.numbers, units_of(ellipsoids, margins, g)
         off = _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in units.items()}, margins.norm.square())
@@ -122,10 +118,12 @@ class Curved:
         found = {at: of_leaf.c.clamp_min(0) for at, of_leaf in self.units.items()}
         return found | {at: found[at] + (1 + 1 / apart) * x for at, (x, apart) in self.apart.items()}
 
-    @property
-    def grown(self) -> Vectors:
-        """The coefficients of cross terms on the image."""
-        return {at: (1 + apart) * x for at, (x, apart) in self.apart.items()}
+    def more(self, propagated: Propagated, most: Tensor) -> Vectors:
+        """Return the coefficients on the image of cross terms, and of the b^2 of units."""
+        crosses = {at: (1 + apart) * x for at, (x, apart) in self.apart.items()}
+        z = propagated.times(most).z
+        assert z.keys() <= self.units.keys()
+        return {at: torch.stack([of[at] for of in (crosses, z) if at in of]).sum(0) for at in crosses | z}
 
     @property
     def apart(self) -> dict[int, tuple[Tensor, float]]:
@@ -133,10 +131,18 @@ class Curved:
         return {at: (x, APART[at > min(self.crosses)]) for at, x in self.crosses.items()}
 
 
-def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor, curved: Curved) -> Terms:
+def terms_of(
+    ellipsoids: Paired,
+    margins: Margins,
+    g: Vectors,
+    g_0: Tensor,
+    first: Tensor,
+    curved: Curved,
+    behind: Propagated,
+) -> Terms:
     """Return the terms for margins with gradients g at the leaves and g_0 (1, B, *x) at the image.
 
-    Some leaf has hidden units of a twice differentiable activation.
+    `behind` is the bound for the coefficients `curved.squares`, or for larger ones.
     """
     joint, units, numbers = ellipsoids.joint, curved.units, curved.numbers
     others = {at: form for at, form in margins.forms.items() if at not in units}
@@ -153,20 +159,23 @@ def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, 
         apart=apart,
         others=free(ellipsoids, others, "others", numbers) if others else zero,
         last=max(others) if others else None,
+        propagated=behind,
+        most=behind.at(joint.most_B, ellipsoids.most),
         most_B=joint.most_B,
     )
     return _with_quadratic(ellipsoids, margins, g, g_0, curved, terms)
 
 
 def _with_quadratic(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, curved: Curved, terms: Terms
+    ellipsoids: Paired, margins: Margins, g: Vectors, g_0: Tensor, curved: Curved, terms: Terms
 ) -> Terms:
     """Return the terms with tau and the quadratic part."""
     joint, last = ellipsoids.joint, margins.last
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
     tau = _tau(ellipsoids, margins, b, sum(terms.besides(joint.most_B, ellipsoids.most), torch.zeros_like(terms.first)))
-    forms = forms_with_share(ellipsoids, margins, g, curved, tau)
-    within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, curved)) * OUT
+    more = curved.more(terms.propagated, terms.most)
+    forms = forms_with_share(ellipsoids, margins, g, curved, tau, more)
+    within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, more, curved.numbers)) * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     off = _rounded(ellipsoids, forms, within) * terms.length
     return replace(
@@ -178,15 +187,15 @@ def _with_quadratic(
     )
 
 
-def _norm_of(ellipsoids: Ellipsoids, curved: Curved) -> Tensor | float:
-    """Bound the norm of the forms of cross terms on all of u: (1, B)."""
-    if not curved.crosses:
+def _norm_of(ellipsoids: Paired, more: Vectors, numbers: Tensor) -> Tensor | float:
+    """Bound the norm of the forms with coefficients `more` on all of u: (1, B)."""
+    if not more:
         return 0.0
-    forms = {at: units_at(ellipsoids, at).weighted(x) for at, x in curved.grown.items()}
-    return ellipsoids.seminorms(forms, "crosses", [curved.numbers], COARSE).square()
+    forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in more.items()}
+    return ellipsoids.seminorms(forms, "crosses", [numbers], COARSE).square()
 
 
-def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
+def units_of(ellipsoids: Paired, margins: Margins, g: Vectors) -> dict[int, Curvature]:
     found = dict[int, Curvature]()
     for at, forms in smooth_leaves(ellipsoids.tape).items():
         reach = ellipsoids.rests[at].reach
@@ -196,18 +205,18 @@ def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, 
 
 
 def forms_with_share(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, curved: Curved, tau: Tensor
+    ellipsoids: Paired, margins: Margins, g: Vectors, curved: Curved, tau: Tensor, more: Vectors
 ) -> dict[int, QuadraticForm]:
-    """Return C + tau |C| of all leaves, with the forms of cross terms."""
+    """Return C + tau |C| of all leaves, with more on units."""
     return {
-        at: curved.units[at].with_more(tau, curved.grown.get(at))
+        at: curved.units[at].with_more(tau, more.get(at))
         if at in curved.units
         else _with_share(ellipsoids, at, g[at], form, tau)
         for at, form in margins.forms.items()
     }
 
 
-def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
+def _with_share(ellipsoids: Paired, at: int, g: Tensor, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
     """Return C + share |C| of a leaf without units; `absolute` is |C|."""
     forms, reach = ellipsoids.tape.leaves[at].forms, ellipsoids.rests[at].reach
     assert forms is not None
@@ -222,13 +231,13 @@ def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticF
     return QuadraticForm(apply, largest, rounding=rounding + 8 * U * largest)
 
 
-def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
+def _tau(ellipsoids: Paired, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
     """Return about the best tau (1, B): what it adds to S where the margin falls, against what it takes of b_l."""
     along = (b * ellipsoids.joint.gram(margins.forms)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
     return (remainders / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
 
 
-def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
+def _rounded(ellipsoids: Paired, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
     """Bound the error of torch's S b for |b| = 1, ||S|| <= most: (1, B)."""
     of_forms = [ellipsoids.rounding.of_form(at, form) for at, form in forms.items()]
     share = ellipsoids.rounding.share(max(forms)) + 1e-10  # plus the rounding of <b, z> itself
