@@ -8,8 +8,8 @@ remainders r_k of earlier units. Then, with linear functionals Y_k of the image,
 This is a form of the units k, whereas (A_h G)^2 and b_h^2 one by one forget that the effects of a remainder on
 later units cancel in Y.
 
-A push of a Gaussian vector G and a pull give <Y_k, G> of all units: a few of them bound all |Y_k|, as in
-ellipsoid.py. Proof: docs/proofs.md#taylor.
+A push of a Gaussian vector G and a pull give <Y_k, G> of all units, and so measure all |Y_k|, as in propagated.py.
+Proof: docs/proofs.md#taylor.
 
 Letters: B images, C rivals of each, M vectors.
 """
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.ellipsoid import PROBE_FAILURE
-from certify.image.quantiles import least_square_sum
+from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids
+from certify.image.quantiles import least_mean_length
 from certify.taylor.forms import Curvature, smooth_leaves
-from certify.taylor.pairs import Paired
 from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.tape import Vectors
@@ -31,7 +30,7 @@ from zoo.bounds.tape import Vectors
 VECTORS = 256
 
 
-def crossed(ellipsoids: Paired, units: Mapping[int, Curvature], off: Tensor, word: str, numbers: Tensor) -> Vectors:
+def crossed(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], off: Tensor, word: str, numbers: Tensor) -> Vectors:
     """Return x (1, B, N, H) of all units that others follow, at the largest e; numbers (B, n) are seeds.
 
     `off` (1, B) bounds the error of torch's product with the forms of the units, for vectors of length 1.
@@ -50,16 +49,15 @@ def crossed(ellipsoids: Paired, units: Mapping[int, Curvature], off: Tensor, wor
         for k in before:
             squares[k] = joint.piece(y, k, last).square().sum(0) + squares.get(k, 0.0)
     ellipsoids.failure += PROBE_FAILURE
-    count = sum(ellipsoids.tape.rooms[k].numel() for k in before)
-    share, far = least_square_sum(VECTORS, PROBE_FAILURE / count), product(off, length2_B.sqrt())
+    least, far = least_mean_length(VECTORS, PROBE_FAILURE), product(off, length2_B.sqrt())
     return {
         k: product(kappa_at(ellipsoids, k), found.sqrt() + broadcast_batch(far, found.shape[1:]))
-        * (OUT / share**0.5 / joint.weights[k])
+        * (OUT / least / joint.weights[k])
         for k, found in squares.items()
     }
 
 
-def _pulled(ellipsoids: Paired, units: Mapping[int, Curvature], u: Tensor) -> Tensor:
+def _pulled(ellipsoids: Ellipsoids, units: Mapping[int, Curvature], u: Tensor) -> Tensor:
     """Return M^T C' M u for vectors u (M, B, n) of the image: (M, B, n)."""
     joint, last, joining = ellipsoids.joint, max(units), Vectors()
 

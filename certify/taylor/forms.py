@@ -47,13 +47,6 @@ def kappa(forms: UnitForms, reach: Tensor) -> Tensor:
     return torch.maximum(-lo, hi)
 
 
-def delta(forms: UnitForms, reach: Tensor) -> Tensor:
-    """Return the largest |2 R / d^2 - sigma''(z)| within the reach."""
-    around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
-    assert around is not None
-    return torch.maximum(around.hi, -around.lo)
-
-
 @dataclass(frozen=True)
 class Curvature:
     """The second order of the margins of some rivals at one leaf: the coefficients c' (C, B, N, H) of its units."""

@@ -2,25 +2,20 @@
 
 The input of leaf l changes by A_l G + b_l, b_l what remainders and errors of earlier leaves add to it. Let C >= 0
 be diagonal in the units of some leaves, p_ku = C^(1/2) J_k B_k e_u what a remainder of size 1 of unit u of leaf k does
-to all of them, and rho_ku >= |p_ku|. A remainder is r = c d^2 / 2 with |c| <= kappa and d = <a, A_k G> + b, so
+to all of them, and rho_ku at least |p_ku|. A remainder is r = c d^2 / 2 with |c| <= kappa and d = <a, A_k G> + b, so
 
-    |C^(1/2) b|  <=  beta |u|^2 + sum_ku rho_ku |t_ku| + rest,      u = G / E.
+    |C^(1/2) b|  <=  sum_ku rho_ku |r_ku| + rest  <=  sum_ku c'_ku d_ku^2 + rest,      c' = rho kappa / 2,
 
-Either t = r and beta = 0, or r = s (A_k G)^2 / 2 + t with s = sigma''(z) and beta bounds the first part as in pairs.py.
-With |c - s| <= delta, and kappa in the place of delta where t = r,
+and d^2 <= (1 + sigma) <a, A_k G>^2 + (1 + 1 / sigma) b^2. The sum of the c' b^2 is the same question about earlier
+leaves; with its largest answer times its answer for G, everything is a form of the image:
 
-    |t|  <=  ( (delta + sigma kappa) <a, A_k G>^2 + (1 + 1 / sigma) kappa b^2 ) / 2.
+    |C^(1/2) b|  <=  sum_ku z_ku <a, A_k G>^2 + rest'.
 
-The sum of the rho kappa b^2 / 2 is the same question about earlier leaves; with its largest answer times its answer for
-G, everything is a form of the image:
-
-    |C^(1/2) b|  <=  beta' |u|^2 + sum_ku z_ku <a, A_k G>^2 + rest'.
-
-The sum of lengths looks wasteful, but few units move at once: free vectors t with the lengths that remainders can have
+The sum of lengths looks wasteful, but few units move at once: free vectors r with the lengths that remainders can have
 are often four times too long. `rest` is what other leaves and rounding add.
 
-<p_ku, epsilon> is normal for a Gaussian vector epsilon: a few pulls bound all rho_ku, as in ellipsoid.py. Proof:
-docs/proofs.md#taylor.
+<p_ku, epsilon> is normal for a Gaussian vector epsilon, so that a few pulls measure all |p_ku|. Some may come out too
+short, but their sum with the remainders of the worst image seldom does (quantiles.py). Proof: docs/proofs.md#taylor.
 
 Letters: B images, M vectors.
 """
@@ -31,30 +26,29 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Grown
+from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown
 from certify.image.joint import IMAGE, Sizes
-from certify.image.quantiles import least_square_sum
-from certify.taylor.forms import delta, kappa, smooth_leaves, smooth_units
-from certify.taylor.pairs import Paired, Samples
+from certify.image.quantiles import least_mean_length
+from certify.taylor.forms import kappa, smooth_leaves, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 
-VECTORS = 256
+VECTORS = 1024  # for rivals; with 256 the rho are a fifth longer
+BEFORE = 512  # for earlier leaves
 TOGETHER = 16
 SIGMA = (1e-3, 10.0)  # range of sigma
 
 
 @dataclass(frozen=True)
 class Propagated:
-    """The bound beta |u|^2 + <u, Z u> + rest' of |C^(1/2) b| for some diagonal C, (1, B).
+    """The bound <u, Z u> + rest' of |C^(1/2) b| for some diagonal C, u = G / E, (1, B).
 
     `z` are the coefficients of Z, and `image` its largest eigenvalue; `rest` bounds what others add for sources of
     length 1, and `more` is the share of the rest' of `before`, the same question about earlier leaves.
     """
 
-    beta: Tensor
     z: Vectors
     image: Tensor
     rest: Tensor
@@ -65,24 +59,20 @@ class Propagated:
 
     def at(self, e_B: Tensor, grown: Grown | Before) -> Tensor:
         """Return the bound within e."""
-        return nan_to_inf(product((e_B / self.most_B).square(), self.image) * OUT + self.aside(e_B, grown))
+        return nan_to_inf(product((e_B / self.most_B).square(), self.image) * OUT + self.aside(grown))
 
-    def aside(self, e_B: Tensor, grown: Grown | Before) -> Tensor:
-        """Return all but <u, Z u>."""
-        aside = product((e_B / self.most_B).square(), self.beta) + self._rest(grown)
-        return nan_to_inf(aside * OUT)
-
-    def _rest(self, grown: Grown | Before) -> Tensor:
-        rest = product(self.rest, length2_of(self.others, grown).sqrt())
+    def aside(self, grown: Grown | Before) -> Tensor:
+        """Return rest'."""
+        aside = product(self.rest, length2_of(self.others, grown).sqrt())
         if self.before is not None:
-            rest = rest + product(self.more, self.before._rest(grown))
-        return nan_to_inf(rest * OUT)
+            aside = aside + product(self.more, self.before.aside(grown))
+        return nan_to_inf(aside * OUT)
 
     def times(self, size: Tensor) -> "Propagated":
         """Return the bound for size^2 C, with sizes (1, B)."""
         z = {at: broadcast_batch(size, of_leaf.shape[2:]) * of_leaf for at, of_leaf in self.z.items()}
-        beta, image, rest, more = (product(size, part) for part in (self.beta, self.image, self.rest, self.more))
-        return replace(self, beta=beta, z=z, image=image, rest=rest, more=more)
+        image, rest, more = (product(size, part) for part in (self.image, self.rest, self.more))
+        return replace(self, z=z, image=image, rest=rest, more=more)
 
 
 def length2_of(others: tuple[int, ...], grown: Grown | Before) -> Tensor:
@@ -90,24 +80,23 @@ def length2_of(others: tuple[int, ...], grown: Grown | Before) -> Tensor:
     return sum((grown.theta[k] for k in others), grown.theta_0_B)
 
 
-def others_before(ellipsoids: Paired, at: int) -> tuple[int, ...]:
+def others_before(ellipsoids: Ellipsoids, at: int) -> tuple[int, ...]:
     """Return the leaves without units that reach leaf `at`."""
     smooth = smooth_leaves(ellipsoids.tape)
     return tuple(k for k in ellipsoids.joint.sources(at) if k not in smooth)
 
 
 def propagated(
-    ellipsoids: Paired,
+    ellipsoids: Ellipsoids,
     c: Mapping[int, Tensor],
     word: str,
     numbers: Tensor,
     grown: Grown | Before,
-    samples: Samples | None,
+    vectors: int = VECTORS,
 ) -> Propagated:
     """Return the bound for coefficients c (1, B, N, H) >= 0 of the units of some leaves.
 
-    numbers (B, n) are seeds, and `grown` has the bounds of earlier leaves at the largest e. c must not depend on the
-    samples; without any, t = r.
+    numbers (B, n) are seeds, and `grown` has the bounds of earlier leaves at the largest e.
     """
     joint, most_B = ellipsoids.joint, ellipsoids.joint.most_B
     forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
@@ -116,56 +105,47 @@ def propagated(
     rest = aside(ellipsoids, forms, others, f"{word} others", numbers)
     zero = torch.zeros_like(rest)
     if not units:
-        return Propagated(zero, {}, zero, rest, others, most_B, zero, None)
-    rho = _lengths(ellipsoids, c, units, f"{word} lengths", numbers)
-    bent = {k: 0.5 * rho[k] * kappa_at(ellipsoids, k) for k in units}
-    before = propagated(ellipsoids, bent, f"{word} before", numbers, grown, samples)
+        return Propagated({}, zero, rest, others, most_B, zero, None)
+    rho = _lengths(ellipsoids, c, units, f"{word} lengths", numbers, vectors)
+    bent = {k: 0.5 * kappa_at(ellipsoids, k) * rho[k] for k in units}
+    before = propagated(ellipsoids, bent, f"{word} before", numbers, grown, min(vectors, BEFORE))
     most = before.at(most_B, grown)
     sigma = most / _of_image(ellipsoids, bent, f"{word} share", numbers, COARSE).sqrt()
     sigma = sigma.nan_to_num(1.0, 1.0).clamp(*SIGMA)
     more = product(1 + 1 / sigma, most) * OUT
-    around = bent if samples is None else {k: 0.5 * rho[k] * delta_at(ellipsoids, k) for k in units}
-    z = {k: _sum([(1.0, around[k]), (sigma, bent[k]), (more, before.z.get(k))]) for k in units}
-    beta = (zero if samples is None else samples.norm(c)) + product(more, before.beta)
+    z = {k: _sum(1 + sigma, of_leaf, more, before.z.get(k)) for k, of_leaf in bent.items()}
     image = _of_image(ellipsoids, z, f"{word} image", numbers, ellipsoids.budget.close)
-    return Propagated(beta, z, image, rest, others, most_B, more, before)
+    return Propagated(z, image, rest, others, most_B, more, before)
 
 
-def _of_image(ellipsoids: Paired, c: Vectors, word: str, numbers: Tensor, close: float) -> Tensor:
+def _of_image(ellipsoids: Ellipsoids, c: Vectors, word: str, numbers: Tensor, close: float) -> Tensor:
     """Return the largest eigenvalue of the form with coefficients c on the image: (1, B)."""
     forms = {k: units_at(ellipsoids, k).weighted(of_leaf) for k, of_leaf in c.items()}
     scale = ellipsoids.joint.only((IMAGE,), max(c), forms[max(c)].largest)
     return ellipsoids.seminorms(forms, word, [numbers], close, scale).square()
 
 
-def _sum(parts: list[tuple[Tensor | float, Tensor | None]]) -> Tensor:
-    """Return the sum of share * c, for shares (1, B) and coefficients c (1, B, N, H)."""
-    known = [(torch.as_tensor(share).expand(c.shape[:2]), c) for share, c in parts if c is not None]
-    return torch.stack([broadcast_batch(share, c.shape[2:]) * c for share, c in known]).sum(0)
+def _sum(share: Tensor, c: Tensor, more: Tensor, z: Tensor | None) -> Tensor:
+    """Return share c + more z, for shares (1, B)."""
+    found = broadcast_batch(share, c.shape[2:]) * c
+    return found if z is None else found + broadcast_batch(more, z.shape[2:]) * z
 
 
-def units_at(ellipsoids: Paired, at: int) -> UnitForms:
+def units_at(ellipsoids: Ellipsoids, at: int) -> UnitForms:
     forms = smooth_units(ellipsoids.tape.leaves[at].forms)
     assert forms is not None
     return forms
 
 
-def kappa_at(ellipsoids: Paired, at: int) -> Tensor:
+def kappa_at(ellipsoids: Ellipsoids, at: int) -> Tensor:
     """Return kappa of a leaf's units: (B, N, H)."""
     reach = ellipsoids.rests[at].reach
     assert reach is not None
     return kappa(units_at(ellipsoids, at), reach)
 
 
-def delta_at(ellipsoids: Paired, at: int) -> Tensor:
-    """Return delta of a leaf's units: (B, N, H)."""
-    reach = ellipsoids.rests[at].reach
-    assert reach is not None
-    return delta(units_at(ellipsoids, at), reach)
-
-
 def aside(
-    ellipsoids: Paired,
+    ellipsoids: Ellipsoids,
     forms: Mapping[int, QuadraticForm],
     others: tuple[int, ...],
     word: str,
@@ -179,19 +159,21 @@ def aside(
     return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
 
-def free(ellipsoids: Paired, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
+def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
     """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (1, B)."""
     last = max(forms)
     scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
     return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
 
-def _lengths(ellipsoids: Paired, c: Mapping[int, Tensor], units: list[int], word: str, numbers: Tensor) -> Vectors:
-    """Return rho (1, B, N, H) of the units of some leaves, from random vectors."""
+def _lengths(
+    ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str, numbers: Tensor, vectors: int
+) -> Vectors:
+    """Return rho (1, B, N, H) of the units of some leaves, from so many random vectors."""
     tape, joint, rounding = ellipsoids.tape, ellipsoids.joint, ellipsoids.rounding
     roots = {at: of_leaf.sqrt() for at, of_leaf in c.items()}
-    count, squares, off2_B = sum(tape.rooms[k].numel() for k in units), Vectors(), torch.zeros_like(joint.most_B)
-    for first in range(0, VECTORS, TOGETHER):
+    squares, off2_B = Vectors(), torch.zeros_like(joint.most_B)
+    for first in range(0, vectors, TOGETHER):
         joining, lengths, off_MB = Vectors(), Sizes(), off2_B.new_zeros(TOGETHER, len(off2_B))
         for at, root in roots.items():
             room = torch.Size([TOGETHER, *root.shape[2:]])
@@ -210,9 +192,8 @@ def _lengths(ellipsoids: Paired, c: Mapping[int, Tensor], units: list[int], word
         for k in units:
             squares[k] = tape.collected(seen, k).square().sum(0) + squares.get(k, 0.0)
     ellipsoids.failure += PROBE_FAILURE
-    share = least_square_sum(VECTORS, PROBE_FAILURE / count)
+    least = least_mean_length(vectors, PROBE_FAILURE)
     return {
-        k: (found.sqrt() + broadcast_batch(off2_B.sqrt(), found.shape[1:]) / joint.weights[k])[None]
-        * (OUT / share**0.5)
+        k: (found.sqrt() + broadcast_batch(off2_B.sqrt(), found.shape[1:]) / joint.weights[k])[None] * (OUT / least)
         for k, found in squares.items()
     }

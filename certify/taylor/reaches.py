@@ -18,18 +18,22 @@ Letters: B images.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Before, Draw, Known, Off, Rest
+from certify.image.ellipsoid import Before, Draw, Ellipsoids, Known, Off, Rest
 from certify.image.joint import IMAGE, Joint
-from certify.taylor.forms import delta, kappa
-from certify.taylor.pairs import Paired
+from certify.taylor.forms import kappa, smooth_leaves
+from certify.taylor.pairs import Orders, Pairs
 from certify.taylor.propagated import Propagated, propagated
-from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
-from zoo.bounds.elementwise import largest_share
+from zoo.arithmetic import OUT, at_least_near, broadcast_batch, nan_to_inf, product
+from zoo.bounds.elementwise import UnitForms, largest_share
+from zoo.bounds.third_order import second_range
+
+VECTORS = 256  # that bound what earlier units do to a leaf
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Third:
     of_remainders: Propagated
 
 
-class CloserEllipsoids(Paired):
+class CloserEllipsoids(Ellipsoids):
     """The ellipsoids of all leaves, with the lesser of both reaches."""
 
     def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
@@ -51,15 +55,15 @@ class CloserEllipsoids(Paired):
 
     def _reach(self, at: int, known: Before) -> Tensor:
         reach = super()._reach(at, known)
-        if self.orders is None:
+        if self._orders is None:
             return reach
         t = broadcast_batch(known.e_B / self.most_B, reach.shape[1:])
-        return torch.fmin(reach, nan_to_inf((self.orders.first[at] * t + self._beta(at, known)) * OUT))
+        return torch.fmin(reach, nan_to_inf((self._orders.first[at] * t + self._beta(at, known)) * OUT))
 
     def _rest(self, at: int, known: Before) -> Rest:
         rest = super()._rest(at, known)
-        if self.orders is not None and rest.reach is not None and at in self.units and at < max(self.orders.first):
-            self._thirds[at] = self._measured_third(at, rest.reach, self.orders.first[at], known)
+        if self._orders is not None and rest.reach is not None and at in self._units and at < max(self._orders.first):
+            self._thirds[at] = self._measured_third(at, rest.reach, self._orders.first[at], known)
         return rest
 
     def _theta(self, at: int, known: Before) -> Tensor:
@@ -68,31 +72,45 @@ class CloserEllipsoids(Paired):
             known.third[at] = self._third(at, known)
         return theta_B
 
+    @cached_property
+    def _units(self) -> dict[int, UnitForms]:
+        return smooth_leaves(self.tape)
+
+    @cached_property
+    def _orders(self) -> Orders | None:
+        """The first two orders; None where no leaf follows units, or the model is large."""
+        formed = {at: forms for at in self.tape.nonlinear if (forms := self.tape.leaves[at].forms) is not None}
+        if self.budget.large or not self._units or max(formed) == min(self._units):
+            return None
+        return Pairs(self, formed, self._units, self.budget.probes // 2).orders()
+
     def _beta(self, at: int, known: Before) -> Tensor:
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""
-        assert self.orders is not None
-        second, length = self.orders.second[at], self.lengths_of[at]
+        assert self._orders is not None
+        second, length = self._orders.second[at], self.lengths_of[at]
         free_B = sum((known.third.get(k, theta_B) for k, theta_B in known.theta.items()), known.theta_0_B)
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
         return nan_to_inf(second * broadcast_batch((known.e_B / self.most_B).square(), second.shape[1:]) + rest)
 
     def _measured_third(self, at: int, reach: Tensor, first: Tensor, known: Before) -> Third:
         """Return the bound of |t / W| at the largest e."""
-        forms, weight, numbers = self.units[at], self.joint.weights[at], self.most_B[:, None]
-        q, kappa_BNH = 0.5 * delta(forms, reach) * first, kappa(forms, reach)
+        forms, weight, numbers = self._units[at], self.joint.weights[at], self.most_B[:, None]
+        around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
+        assert around is not None
+        q, kappa_BNH = 0.5 * torch.maximum(around.hi, -around.lo) * first, kappa(forms, reach)
         form = forms.weighted((q / weight).square()[None])
         of_image = self.seminorms(
             {at: form}, f"third {at}", [numbers], self.budget.close, self.joint.only((IMAGE,), at, form.largest)
         )
         p = product(kappa_BNH, 0.5 * (first + reach))
-        of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, known, None)
+        of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, known, VECTORS)
         return Third(of_image[0], kappa_BNH, p, of_remainders)
 
     def _third(self, at: int, known: Before) -> Tensor:
         """Bound |t / W|^2 of a leaf: (B,)."""
         third, t_B, reach = self._thirds[at], known.e_B / self.most_B, self._reach(at, known)
-        assert self.orders is not None
-        linear = nan_to_inf(self.orders.first[at] * broadcast_batch(t_B, reach.shape[1:]))
+        assert self._orders is not None
+        linear = nan_to_inf(self._orders.first[at] * broadcast_batch(t_B, reach.shape[1:]))
         p = product(third.kappa, 0.5 * (linear + reach))
         of_remainders_B = product(largest_share(p, third.p), third.of_remainders.at(known.e_B, known)[0])
         return nan_to_inf((product(t_B.square(), third.of_image_B) + of_remainders_B).square() * OUT)

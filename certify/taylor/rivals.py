@@ -18,9 +18,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import PROBE_FAILURE, Margins
+from certify.image.ellipsoid import Ellipsoids, Margins
 from certify.image.radius_stage import Formed, Gradients, Situation
-from certify.taylor.pairs import Paired
 from certify.taylor.propagated import Propagated, propagated
 from certify.taylor.trust_region import Curved, Terms, terms_of
 from zoo.arithmetic import OUT, broadcast_batch
@@ -36,13 +35,13 @@ class Rival:
     """One rival of every image, with what its bounds are made of."""
 
     here: Situation
-    ellipsoids: Paired
+    ellipsoids: Ellipsoids
     class_B: Tensor
     g: Gradients
     margins: Margins
 
     @staticmethod
-    def of(here: Situation, ellipsoids: Paired, class_B: Tensor) -> "Rival":
+    def of(here: Situation, ellipsoids: Ellipsoids, class_B: Tensor) -> "Rival":
         g = here.gradients(class_B[None])
         return Rival(here, ellipsoids, class_B, g, ellipsoids.margins(g.leaves, class_B[None], signed=True))
 
@@ -52,8 +51,7 @@ class Rival:
 
     def alone(self) -> Terms:
         numbers, most = self.curved.numbers, self.ellipsoids.most
-        samples = self.ellipsoids.samples
-        return self._with(propagated(self.ellipsoids, self.curved.squares, "propagated", numbers, most, samples))
+        return self._with(propagated(self.ellipsoids, self.curved.squares, "propagated", numbers, most))
 
     def in_common(self, common: Propagated, left_B: Tensor) -> Terms:
         return self._with(common.times((left_B[None] * OUT).sqrt()))
@@ -82,12 +80,11 @@ class Rivals:
     def __init__(
         self,
         here: Situation,
-        ellipsoids: Paired,
+        ellipsoids: Ellipsoids,
         formed: Callable[[Tensor, Gradients, Margins, Callable[[], Terms]], Formed],
     ) -> None:
         self.here, self.ellipsoids, self._formed = here, ellipsoids, formed
         self._others = list[Bounds]()
-        ellipsoids.failure += (1 + here.rivals_BR.shape[1]) * len(ellipsoids.units) * PROBE_FAILURE  # of the samples
 
     def in_common(self, class_B: Tensor, wanted_B: Tensor, bound: Callable[[Formed], Tensor]) -> Tensor:
         """Bound the losses of the wanted rivals that are near; infinite elsewhere: (B,)."""
@@ -129,8 +126,7 @@ class Rivals:
         if not rivals:
             return []
         c = _largest([rival.curved.squares for rival in rivals], near_CB, left_CB)
-        of_images, samples = e_B[:, None], self.ellipsoids.samples
-        common = propagated(self.ellipsoids, c, "common", of_images, self.ellipsoids.most, samples)
+        common = propagated(self.ellipsoids, c, "common", e_B[:, None], self.ellipsoids.most)
         return [
             Bounds(
                 rival.class_B,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Margins
+from certify.image.ellipsoid import Ellipsoids, Margins
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, Formed, Gradients, RadiusStage
@@ -36,9 +36,7 @@ BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large
 class TaylorStage(RadiusStage):
     """A radius stage with exact second orders for the rivals that its other bounds leave open."""
 
-    ellipsoids: CloserEllipsoids
-
-    def bounds(self, joint: Joint, first: Columns | None) -> CloserEllipsoids:
+    def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:

@@ -28,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, Grown, Margins
+from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
 from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_leaves
-from certify.taylor.pairs import Paired
 from certify.taylor.propagated import Propagated, aside, free, length2_of, others_before, units_at
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
@@ -71,7 +70,7 @@ class Terms:
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
         aside, others = self.besides(e_B, grown)
-        of_units = product(self.most, self.propagated.aside(e_B, grown))
+        of_units = product(self.most, self.propagated.aside(grown))
         remainders = of_units + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
         return nan_to_inf(OUT * (self.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
 
@@ -106,7 +105,7 @@ class Curved:
     numbers: Tensor
 
     @staticmethod
-    def of(ellipsoids: Paired, margins: Margins, g: Vectors) -> "Curved":
+    def of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> "Curved":
         """Return it for margins with gradients g at the leaves."""
         (numbers,), units = margins.numbers, units_of(ellipsoids, margins, g)
         off = _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in units.items()}, margins.norm.square())
@@ -132,7 +131,7 @@ class Curved:
 
 
 def terms_of(
-    ellipsoids: Paired,
+    ellipsoids: Ellipsoids,
     margins: Margins,
     g: Vectors,
     g_0: Tensor,
@@ -167,7 +166,7 @@ def terms_of(
 
 
 def _with_quadratic(
-    ellipsoids: Paired, margins: Margins, g: Vectors, g_0: Tensor, curved: Curved, terms: Terms
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, curved: Curved, terms: Terms
 ) -> Terms:
     """Return the terms with tau and the quadratic part."""
     joint, last = ellipsoids.joint, margins.last
@@ -187,7 +186,7 @@ def _with_quadratic(
     )
 
 
-def _norm_of(ellipsoids: Paired, more: Vectors, numbers: Tensor) -> Tensor | float:
+def _norm_of(ellipsoids: Ellipsoids, more: Vectors, numbers: Tensor) -> Tensor | float:
     """Bound the norm of the forms with coefficients `more` on all of u: (1, B)."""
     if not more:
         return 0.0
@@ -195,7 +194,7 @@ def _norm_of(ellipsoids: Paired, more: Vectors, numbers: Tensor) -> Tensor | flo
     return ellipsoids.seminorms(forms, "crosses", [numbers], COARSE).square()
 
 
-def units_of(ellipsoids: Paired, margins: Margins, g: Vectors) -> dict[int, Curvature]:
+def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
     found = dict[int, Curvature]()
     for at, forms in smooth_leaves(ellipsoids.tape).items():
         reach = ellipsoids.rests[at].reach
@@ -205,7 +204,7 @@ def units_of(ellipsoids: Paired, margins: Margins, g: Vectors) -> dict[int, Curv
 
 
 def forms_with_share(
-    ellipsoids: Paired, margins: Margins, g: Vectors, curved: Curved, tau: Tensor, more: Vectors
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, curved: Curved, tau: Tensor, more: Vectors
 ) -> dict[int, QuadraticForm]:
     """Return C + tau |C| of all leaves, with more on units."""
     return {
@@ -216,7 +215,7 @@ def forms_with_share(
     }
 
 
-def _with_share(ellipsoids: Paired, at: int, g: Tensor, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
+def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
     """Return C + share |C| of a leaf without units; `absolute` is |C|."""
     forms, reach = ellipsoids.tape.leaves[at].forms, ellipsoids.rests[at].reach
     assert forms is not None
@@ -231,13 +230,13 @@ def _with_share(ellipsoids: Paired, at: int, g: Tensor, absolute: QuadraticForm,
     return QuadraticForm(apply, largest, rounding=rounding + 8 * U * largest)
 
 
-def _tau(ellipsoids: Paired, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
+def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
     """Return about the best tau (1, B): what it adds to S where the margin falls, against what it takes of b_l."""
     along = (b * ellipsoids.joint.gram(margins.forms)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
     return (remainders / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
 
 
-def _rounded(ellipsoids: Paired, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
+def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
     """Bound the error of torch's S b for |b| = 1, ||S|| <= most: (1, B)."""
     of_forms = [ellipsoids.rounding.of_form(at, form) for at, form in forms.items()]
     share = ellipsoids.rounding.share(max(forms)) + 1e-10  # plus the rounding of <b, z> itself

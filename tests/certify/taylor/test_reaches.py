@@ -120,11 +120,11 @@ def test_a_planted_fault_is_seen_by_ascent(fault: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("parts", mostly_slow(("standard", "stem", "smooth"), "stem"))
-def test_bothorders_are_those_of_dense_maps(parts: str) -> None:
+def test_both_orders_are_those_of_dense_maps(parts: str) -> None:
     """They are never below the exact ones, for functionals of every kind of leaf, and not far above."""
     _, analysis = taylor_of(parts, count=1)
     found = ellipsoids_of(stage_of(analysis, 0.2))
-    orders, units, joint = found.orders, smooth_leaves(found.tape), found.joint
+    orders, units, joint = found._orders, smooth_leaves(found.tape), found.joint
     assert orders is not None
     last, size = max(orders.first), analysis.images[0].numel()
     formed = {at: form for at in orders.first if (form := found.tape.leaves[at].forms) is not None}
