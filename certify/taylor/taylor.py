@@ -7,7 +7,8 @@ bounded unit by unit (propagated.py, cross.py). Reaches have a second order of t
 of `certify.image`.
 
 Most rivals are far, and the bounds of `certify.image` settle them at less cost. So a rival gets this one only where
-they leave it open. Proof: docs/proofs.md#taylor.
+they leave it open, and one of its own only where the bound in common of the near rivals does so (rivals.py). Proof:
+docs/proofs.md#taylor.
 
 Letters: B images, J classes, C rivals of each.
 """
@@ -23,7 +24,7 @@ from certify.image.ellipsoid import Ellipsoids, Margins
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, Formed, Gradients, RadiusStage
-from certify.shared.certificate import Clean, gaps
+from certify.shared.certificate import Clean
 from certify.taylor.forms import smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.rivals import Rivals
@@ -40,21 +41,26 @@ class TaylorStage(RadiusStage):
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
-        """Lower the losses of open rivals, the worst one of every image first, until one of them stays open."""
-        lost_B, class_BC, open_BC = torch.zeros_like(open_CB[0]), class_CB.mT, open_CB.mT
+        """Lower the losses of open rivals by the bound in common, then by their own, until one of them stays open.
+
+        Beyond the largest e there are only estimates, for which the bound in common will do.
+        """
         if not has_units(self.here.tape):
             return open_CB.any(0)
-        gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_BC)
-        rank_BC = gap_BC.masked_fill(~open_BC, torch.inf).argsort(1)
-        for rank in range(int(open_BC.sum(1).max())):
-            some_B1 = rank_BC[:, [rank]]
-            class_B1, open_B1 = class_BC.gather(1, some_B1), open_BC.gather(1, some_B1) & ~lost_B[:, None]
-            for bound in (self._rivals.in_common, self._rivals.alone):
-                found_B = bound(class_B1[:, 0], open_B1[:, 0], partial(self.together, asked=asked))
-                loss_BJ.scatter_reduce_(1, class_B1, found_B[:, None], "amin")
-                open_B1 = open_B1 & self.open(loss_BJ).gather(1, class_B1)
-            lost_B = lost_B | open_B1[:, 0]
+        lost_B, bound = torch.zeros_like(open_CB[0]), partial(self.together, asked=asked)
+        for class_B, open_B in zip(class_CB, open_CB, strict=True):
+            wanted_B = open_B & ~lost_B
+            self._lower_to(loss_BJ, class_B, self._rivals.in_common(class_B, wanted_B, bound))
+            left_B = wanted_B & self._stays_open(loss_BJ, class_B)
+            self._lower_to(loss_BJ, class_B, self._rivals.alone(class_B, left_B & (asked.e_B <= self.most_B), bound))
+            lost_B = lost_B | (left_B & self._stays_open(loss_BJ, class_B))
         return lost_B
+
+    def _lower_to(self, loss_BJ: Tensor, class_B: Tensor, found_B: Tensor) -> None:
+        loss_BJ.scatter_reduce_(1, class_B[:, None], found_B[:, None], "amin")
+
+    def _stays_open(self, loss_BJ: Tensor, class_B: Tensor) -> Tensor:
+        return self.open(loss_BJ).gather(1, class_B[:, None])[:, 0]
 
     @cached_property
     def _rivals(self) -> Rivals:
