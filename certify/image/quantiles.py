@@ -6,6 +6,10 @@ The squares of a linear form are chi^2. For independent Gaussian vectors X, Y an
 
 the worst H being of rank one. So P[ sum_m <X_m, H Y_m>^2 <= s ] <= e^(t s) L(t)^M for M pairs and every t > 0. Proof:
 docs/proofs.md#pairs.
+
+A weighted mean of the lengths of Gaussian vectors of R^M, however they depend on each other, is small as seldom as one
+length is by this bound, since x^-p is convex: P[ mean <= x ] <= x^p E |X|^-p for every p < M. Proof:
+docs/proofs.md#lengths.
 """
 
 import math
@@ -16,6 +20,7 @@ from torch import Tensor
 
 STEP, END = 1e-4, 8.0  # of the sum that bounds L
 TAIL = 2e-15  # above P[|x| > END]
+TRIED_POWERS = 400  # values of p / count; any are sound
 TRIED = torch.logspace(-2, 2, 41, dtype=torch.float64).tolist()  # values of t; any are sound
 
 
@@ -40,6 +45,17 @@ def least_pair_sum(count: int, chance: float) -> float:
     """Return s with P[sum_m <X_m, H Y_m>^2 <= s |H|_F^2] <= chance, for `count` pairs; 0 where none is known."""
     x = torch.arange(0.0, END, STEP, dtype=torch.float64)
     return max(0.0, *((math.log(chance) - count * math.log(_transform(t, x))) / t for t in TRIED)) * (1 - 1e-9)
+
+
+@cache
+def least_mean_length(count: int, chance: float) -> float:
+    """Return x with P[mean of lengths of Gaussian vectors of R^count <= x] <= chance, for all weights of the mean."""
+
+    def log_least(p: float) -> float:
+        moment = math.lgamma((count - p) / 2) - math.lgamma(count / 2) - p / 2 * math.log(2)
+        return (math.log(chance) - moment) / p
+
+    return math.exp(max(log_least(count * k / TRIED_POWERS) for k in range(1, TRIED_POWERS))) * (1 - 1e-9)
 
 
 def _transform(t: float, x: Tensor) -> float:

@@ -65,9 +65,9 @@ class Curvature:
         """The form with |c'|."""
         return self.forms.weighted(self.c.abs())
 
-    def of_all(self, v: Tensor) -> Tensor:
-        """Return C v of all rivals, for v (M, B, *x): (C M, B, *x)."""
-        return self.forms.units_T((self.c[:, None] * self.forms.units(v)).flatten(0, 1))
+    def apply(self, v: Tensor) -> Tensor:
+        """Return C v of one rival, for v (M, B, *x)."""
+        return self.forms.units_T(self.c * self.forms.units(v))
 
     def with_more(self, share: Tensor, more: Tensor | None) -> QuadraticForm:
         """Return the form with c' + share |c'| + more, for shares (C, B)."""

@@ -2,90 +2,133 @@
 
 The input of leaf l changes by A_l G + b_l, b_l what remainders and errors of earlier leaves add to it. Let C >= 0
 be diagonal in the units of some leaves, p_ku = C^(1/2) J_k B_k e_u what a remainder of size 1 of unit u of leaf k does
-to all of them, and rho_ku >= |p_ku|. A remainder is r = c d^2 / 2 with |c| <= kappa and d = <a, A_k G> + b, so
+to all of them, and rho_ku at least |p_ku|. A remainder is r = c d^2 / 2 with |c| <= kappa and d = <a, A_k G> + b, so
 
-    |C^(1/2) b|  <=  sum_ku rho_ku |r_ku| + rest  <=  ( e lambda^(1/2) + |C'^(1/2) b| )^2 + rest,
+    |C^(1/2) b|  <=  sum_ku rho_ku |r_ku| + rest  <=  sum_ku c'_ku d_ku^2 + rest,      c' = rho kappa / 2,
 
-lambda the largest eigenvalue of sum_k A_k^T C'_k A_k with C' = rho kappa / 2, and |C'^(1/2) b| the same question about
-earlier leaves. The sum of lengths looks wasteful, but few units move at once: free vectors r with the lengths
-that remainders can have are often four times too long. `rest` is what other leaves and rounding add.
+and d^2 <= (1 + sigma) <a, A_k G>^2 + (1 + 1 / sigma) b^2. The sum of the c' b^2 is the same question about earlier
+leaves; with its largest answer times its answer for G, everything is a form of the image:
 
-<p_ku, epsilon> is normal for a Gaussian vector epsilon: a few pulls bound all rho_ku, as in ellipsoid.py. Proof:
-docs/proofs.md#taylor.
+    |C^(1/2) b|  <=  sum_ku z_ku <a, A_k G>^2 + rest'.
 
-Letters: B images, C rivals of each, M vectors.
+The sum of lengths looks wasteful, but few units move at once: free vectors r with the lengths that remainders can have
+are often four times too long. `rest` is what other leaves and rounding add.
+
+<p_ku, epsilon> is normal for a Gaussian vector epsilon, so that a few pulls measure all |p_ku|. Some may come out too
+short, but their sum with the remainders of the worst image seldom does (quantiles.py). Proof: docs/proofs.md#taylor.
+
+Letters: B images, M vectors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown
 from certify.image.joint import IMAGE, Sizes
-from certify.image.quantiles import least_square_sum
+from certify.image.quantiles import least_mean_length
 from certify.taylor.forms import kappa, smooth_leaves, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 
-VECTORS = 1024  # for rivals; with 256 the rho are a quarter longer, and the bound twice as large
+VECTORS = 1024  # for rivals; with 256 the rho are a fifth longer
+BEFORE = 512  # for earlier leaves
 TOGETHER = 16
+SIGMA = (1e-3, 10.0)  # range of sigma
 
 
 @dataclass(frozen=True)
 class Propagated:
-    """The bound of |C^(1/2) b| for some diagonal C, (C, B).
+    """The bound <u, Z u> + rest' of |C^(1/2) b| for some diagonal C, u = G / E, (1, B).
 
-    `image` is e lambda^(1/2) at the largest e, `before` the same question about earlier leaves, and `rest` bounds what
-    others add for sources of length 1.
+    `z` are the coefficients of Z, and `image` its largest eigenvalue; `rest` bounds what others add for sources of
+    length 1, and `more` is the share of the rest' of `before`, the same question about earlier leaves.
     """
 
+    z: Vectors
     image: Tensor
-    before: "Propagated | None"
     rest: Tensor
     others: tuple[int, ...]
     most_B: Tensor
+    more: Tensor
+    before: "Propagated | None"
 
     def at(self, e_B: Tensor, grown: Grown | Before) -> Tensor:
         """Return the bound within e."""
-        of_units = self.image * (e_B / self.most_B)
-        if self.before is not None:
-            of_units = of_units + self.before.at(e_B, grown)
-        return nan_to_inf((of_units.square() + product(self.rest, self.free_B(grown).sqrt())) * OUT)
+        return nan_to_inf(product((e_B / self.most_B).square(), self.image) * OUT + self.aside(grown))
 
-    def free_B(self, grown: Grown | Before) -> Tensor:
-        """Return the square of the length of all other sources: (B,)."""
-        return sum((grown.theta[k] for k in self.others), grown.theta_0_B)
+    def aside(self, grown: Grown | Before) -> Tensor:
+        """Return rest'."""
+        aside = product(self.rest, length2_of(self.others, grown).sqrt())
+        if self.before is not None:
+            aside = aside + product(self.more, self.before.aside(grown))
+        return nan_to_inf(aside * OUT)
+
+    def times(self, size: Tensor) -> "Propagated":
+        """Return the bound for size^2 C, with sizes (1, B)."""
+        z = {at: broadcast_batch(size, of_leaf.shape[2:]) * of_leaf for at, of_leaf in self.z.items()}
+        image, rest, more = (product(size, part) for part in (self.image, self.rest, self.more))
+        return replace(self, z=z, image=image, rest=rest, more=more)
+
+
+def length2_of(others: tuple[int, ...], grown: Grown | Before) -> Tensor:
+    """Return the square of the length of these sources and of errors: (B,)."""
+    return sum((grown.theta[k] for k in others), grown.theta_0_B)
+
+
+def others_before(ellipsoids: Ellipsoids, at: int) -> tuple[int, ...]:
+    """Return the leaves without units that reach leaf `at`."""
+    smooth = smooth_leaves(ellipsoids.tape)
+    return tuple(k for k in ellipsoids.joint.sources(at) if k not in smooth)
 
 
 def propagated(
-    ellipsoids: Ellipsoids, c: Mapping[int, Tensor], word: str, numbers: list[Tensor], vectors: int = VECTORS
+    ellipsoids: Ellipsoids,
+    c: Mapping[int, Tensor],
+    word: str,
+    numbers: Tensor,
+    grown: Grown | Before,
+    vectors: int = VECTORS,
 ) -> Propagated:
-    """Return the bound for coefficients c (C, B, N, H) >= 0 of the units of some leaves."""
-    joint = ellipsoids.joint
+    """Return the bound for coefficients c (1, B, N, H) >= 0 of the units of some leaves.
+
+    numbers (B, n) are seeds, and `grown` has the bounds of earlier leaves at the largest e.
+    """
+    joint, most_B = ellipsoids.joint, ellipsoids.joint.most_B
     forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
-    sources, smooth = joint.sources(max(c)), smooth_leaves(ellipsoids.tape)
-    units = [k for k in sources if k in smooth]
-    others = tuple(k for k in sources if k not in units)
-    zero = torch.zeros_like(forms[max(c)].largest)
+    others = others_before(ellipsoids, max(c))
+    units = [k for k in joint.sources(max(c)) if k not in others]
     rest = aside(ellipsoids, forms, others, f"{word} others", numbers)
+    zero = torch.zeros_like(rest)
     if not units:
-        return Propagated(zero, None, rest, others, joint.most_B)
-    rho = _lengths(ellipsoids, c, units, word, vectors)
-    curved = {k: 0.5 * kappa_at(ellipsoids, k) * rho[k] for k in units}
-    of_image = {k: units_at(ellipsoids, k).weighted(of_leaf) for k, of_leaf in curved.items()}
-    image = ellipsoids.seminorms(
-        of_image,
-        f"{word} image",
-        numbers,
-        ellipsoids.budget.close,
-        ellipsoids.joint.only((IMAGE,), max(curved), zero),
-    )
-    before = propagated(ellipsoids, curved, f"{word} before", numbers, vectors)
-    return Propagated(image, before, rest, others, joint.most_B)
+        return Propagated({}, zero, rest, others, most_B, zero, None)
+    rho = _lengths(ellipsoids, c, units, f"{word} lengths", numbers, vectors)
+    bent = {k: 0.5 * kappa_at(ellipsoids, k) * rho[k] for k in units}
+    before = propagated(ellipsoids, bent, f"{word} before", numbers, grown, min(vectors, BEFORE))
+    most = before.at(most_B, grown)
+    sigma = most / _of_image(ellipsoids, bent, f"{word} share", numbers, COARSE).sqrt()
+    sigma = sigma.nan_to_num(1.0, 1.0).clamp(*SIGMA)
+    more = product(1 + 1 / sigma, most) * OUT
+    z = {k: _sum(1 + sigma, of_leaf, more, before.z.get(k)) for k, of_leaf in bent.items()}
+    image = _of_image(ellipsoids, z, f"{word} image", numbers, ellipsoids.budget.close)
+    return Propagated(z, image, rest, others, most_B, more, before)
+
+
+def _of_image(ellipsoids: Ellipsoids, c: Vectors, word: str, numbers: Tensor, close: float) -> Tensor:
+    """Return the largest eigenvalue of the form with coefficients c on the image: (1, B)."""
+    forms = {k: units_at(ellipsoids, k).weighted(of_leaf) for k, of_leaf in c.items()}
+    scale = ellipsoids.joint.only((IMAGE,), max(c), forms[max(c)].largest)
+    return ellipsoids.seminorms(forms, word, [numbers], close, scale).square()
+
+
+def _sum(share: Tensor, c: Tensor, more: Tensor, z: Tensor | None) -> Tensor:
+    """Return share c + more z, for shares (1, B)."""
+    found = broadcast_batch(share, c.shape[2:]) * c
+    return found if z is None else found + broadcast_batch(more, z.shape[2:]) * z
 
 
 def units_at(ellipsoids: Ellipsoids, at: int) -> UnitForms:
@@ -106,55 +149,51 @@ def aside(
     forms: Mapping[int, QuadraticForm],
     others: tuple[int, ...],
     word: str,
-    numbers: list[Tensor],
+    numbers: Tensor,
 ) -> Tensor:
-    """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (C, B)."""
+    """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (1, B)."""
     if not others:  # errors alone are small enough for a crude bound
         crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
         return nan_to_inf(torch.stack(crude).sum(0) * OUT)
     scale = ellipsoids.joint.only(others, max(forms), forms[max(forms)].largest)
-    return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
+    return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
 
-def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: list[Tensor]) -> Tensor:
-    """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (C, B)."""
+def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
+    """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (1, B)."""
     last = max(forms)
     scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
-    return ellipsoids.seminorms(forms, word, numbers, COARSE, scale)
+    return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
 
-def _lengths(ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str, vectors: int) -> Vectors:
-    """Return rho (C, B, N, H) of the units of some leaves, from so many random vectors."""
+def _lengths(
+    ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str, numbers: Tensor, vectors: int
+) -> Vectors:
+    """Return rho (1, B, N, H) of the units of some leaves, from so many random vectors."""
     tape, joint, rounding = ellipsoids.tape, ellipsoids.joint, ellipsoids.rounding
     roots = {at: of_leaf.sqrt() for at, of_leaf in c.items()}
-    count, squares = sum(tape.rooms[k].numel() for k in units), Vectors()
-    rivals = len(next(iter(c.values())))
-    off2 = torch.zeros(rivals, len(joint.most_B)).to(joint.most_B)
+    squares, off2_B = Vectors(), torch.zeros_like(joint.most_B)
     for first in range(0, vectors, TOGETHER):
-        joining, lengths = Vectors(), Sizes()
-        off = torch.zeros(TOGETHER, rivals, len(joint.most_B)).to(joint.most_B)
+        joining, lengths, off_MB = Vectors(), Sizes(), off2_B.new_zeros(TOGETHER, len(off2_B))
         for at, root in roots.items():
             room = torch.Size([TOGETHER, *root.shape[2:]])
-            epsilon = ellipsoids.draw(room, f"{word} {at} {first}", joint.most_B[:, None]).movedim(1, 0)
+            epsilon = ellipsoids.draw(room, f"{word} {at} {first}", numbers).movedim(1, 0)
             forms = units_at(ellipsoids, at)
-            joining[at] = forms.units_T((epsilon[:, None] * root).flatten(0, 1))
-            length = torch.linalg.vector_norm(epsilon.flatten(2), dim=-1)[:, None] * root.flatten(2).amax(-1)
+            joining[at] = forms.units_T(epsilon * root)
+            length_MB = torch.linalg.vector_norm(epsilon.flatten(2), dim=-1) * root.flatten(2).amax(-1)
             share = gamma(forms.terms + 8) * forms.absolute
-            off = off + product(length * share, rounding.sizes[at])
+            off_MB = off_MB + product(length_MB * share, rounding.sizes[at])
 
         def visit(at: int, g: Tensor, lengths: Sizes = lengths) -> None:
             lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
 
         _, seen = tape.pull(None, joining, units, visit, min(units))
-        off = off + rounding.of_gradients(lengths).view(off.shape)
-        off2 = off2 + off.square().sum(0)
+        off2_B = off2_B + (off_MB + rounding.of_gradients(lengths)).square().sum(0)
         for k in units:
-            p = tape.collected(seen, k)
-            found = p.view(TOGETHER, rivals, *p.shape[1:]).square().sum(0)
-            squares[k] = squares[k] + found if k in squares else found
-    ellipsoids.failure += rivals * PROBE_FAILURE
-    share = least_square_sum(vectors, PROBE_FAILURE / count)
+            squares[k] = tape.collected(seen, k).square().sum(0) + squares.get(k, 0.0)
+    ellipsoids.failure += PROBE_FAILURE
+    least = least_mean_length(vectors, PROBE_FAILURE)
     return {
-        k: (found.sqrt() + broadcast_batch(off2.sqrt(), found.shape[2:]) / joint.weights[k]) * (OUT / share**0.5)
+        k: (found.sqrt() + broadcast_batch(off2_B.sqrt(), found.shape[1:]) / joint.weights[k])[None] * (OUT / least)
         for k, found in squares.items()
     }

@@ -63,7 +63,7 @@ class CloserEllipsoids(Ellipsoids):
     def _rest(self, at: int, known: Before) -> Rest:
         rest = super()._rest(at, known)
         if self._orders is not None and rest.reach is not None and at in self._units and at < max(self._orders.first):
-            self._thirds[at] = self._measured_third(at, rest.reach, self._orders.first[at])
+            self._thirds[at] = self._measured_third(at, rest.reach, self._orders.first[at], known)
         return rest
 
     def _theta(self, at: int, known: Before) -> Tensor:
@@ -92,18 +92,18 @@ class CloserEllipsoids(Ellipsoids):
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
         return nan_to_inf(second * broadcast_batch((known.e_B / self.most_B).square(), second.shape[1:]) + rest)
 
-    def _measured_third(self, at: int, reach: Tensor, first: Tensor) -> Third:
+    def _measured_third(self, at: int, reach: Tensor, first: Tensor, known: Before) -> Third:
         """Return the bound of |t / W| at the largest e."""
-        forms, weight, numbers = self._units[at], self.joint.weights[at], [self.most_B[:, None]]
+        forms, weight, numbers = self._units[at], self.joint.weights[at], self.most_B[:, None]
         around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
         assert around is not None
         q, kappa_BNH = 0.5 * torch.maximum(around.hi, -around.lo) * first, kappa(forms, reach)
         form = forms.weighted((q / weight).square()[None])
         of_image = self.seminorms(
-            {at: form}, f"third {at}", numbers, self.budget.close, self.joint.only((IMAGE,), at, form.largest)
+            {at: form}, f"third {at}", [numbers], self.budget.close, self.joint.only((IMAGE,), at, form.largest)
         )
         p = product(kappa_BNH, 0.5 * (first + reach))
-        of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, VECTORS)
+        of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, known, VECTORS)
         return Third(of_image[0], kappa_BNH, p, of_remainders)
 
     def _third(self, at: int, known: Before) -> Tensor:

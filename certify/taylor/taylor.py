@@ -7,26 +7,28 @@ bounded unit by unit (propagated.py, cross.py). Reaches have a second order of t
 of `certify.image`.
 
 Most rivals are far, and the bounds of `certify.image` settle them at less cost. So a rival gets this one only where
-they leave it open. Proof: docs/proofs.md#taylor.
+they leave it open, and one of its own only where the bound in common of the near rivals does so (rivals.py). Proof:
+docs/proofs.md#taylor.
 
 Letters: B images, J classes, C rivals of each.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids
+from certify.image.ellipsoid import Ellipsoids, Margins
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
-from certify.image.radius_stage import Asked, Formed, RadiusStage, Situation
-from certify.shared.certificate import Clean, gaps
+from certify.image.radius_stage import Asked, Formed, Gradients, RadiusStage
+from certify.shared.certificate import Clean
 from certify.taylor.forms import smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
-from certify.taylor.trust_region import terms_of
-from zoo.arithmetic import nan_to_inf
+from certify.taylor.rivals import Rivals
+from certify.taylor.trust_region import Terms
 from zoo.bounds.tape import Tape
 
 BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large costs little, too small a second stage
@@ -35,45 +37,37 @@ BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large
 class TaylorStage(RadiusStage):
     """A radius stage with exact second orders for the rivals that its other bounds leave open."""
 
-    def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
-        super().__init__(here, most_B, first)
-        self._exact = list[Formed]()
-
     def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
-        """Lower the losses of open rivals, the worst one of every image first, until one of them stays open."""
+        """Lower the losses of open rivals by the bound in common, then by their own, until one of them stays open.
+
+        Beyond the largest e there are only estimates, for which the bound in common will do.
+        """
         if not has_units(self.here.tape):
             return open_CB.any(0)
-        lost_B, open_BC = torch.zeros_like(open_CB[0]), open_CB.mT
-        gap_BC = gaps(self.here.clean.margin_BJ, loss_BJ).gather(1, class_CB.mT)
-        rank_BC = gap_BC.masked_fill(~open_BC, torch.inf).argsort(1)[:, : int(open_BC.sum(1).max())]
-        for some_BC in (rank_BC[:, :1], *rank_BC[:, 1:].split(self.at_once, 1)):
-            wanted_BC, class_BC = open_BC.gather(1, some_BC) & ~lost_B[:, None], class_CB.mT.gather(1, some_BC)
-            if bool(wanted_BC.any()):
-                found_BC = self._exactly(class_BC, wanted_BC, asked).masked_fill(~wanted_BC, torch.inf)
-                loss_BJ.scatter_reduce_(1, class_BC, found_BC, "amin")
-                lost_B = lost_B | (wanted_BC & self.open(loss_BJ).gather(1, class_BC)).any(1)
+        lost_B, bound = torch.zeros_like(open_CB[0]), partial(self.together, asked=asked)
+        for class_B, open_B in zip(class_CB, open_CB, strict=True):
+            wanted_B = open_B & ~lost_B
+            self._lower_to(loss_BJ, class_B, self._rivals.in_common(class_B, wanted_B, bound))
+            left_B = wanted_B & self._stays_open(loss_BJ, class_B)
+            self._lower_to(loss_BJ, class_B, self._rivals.alone(class_B, left_B & (asked.e_B <= self.most_B), bound))
+            lost_B = lost_B | (left_B & self._stays_open(loss_BJ, class_B))
         return lost_B
 
-    def _exactly(self, class_BC: Tensor, wanted_BC: Tensor, asked: Asked) -> Tensor:
-        """Bound the losses of these rivals; they are formed where the wanted ones are not known yet."""
-        unknown_BJ = torch.full_like(self.here.clean.margin_BJ, torch.inf)
-        known_BJ = torch.zeros_like(unknown_BJ, dtype=torch.bool)
-        for formed in self._exact:
-            known_BJ.scatter_(1, formed.class_CB.mT, True)
-        if not bool(known_BJ.gather(1, class_BC)[wanted_BC].all()):
-            self._exact.append(self._exact_of(class_BC.mT))
-        for formed in self._exact:
-            found_CB = nan_to_inf(self.together(formed, asked))
-            unknown_BJ.scatter_reduce_(1, formed.class_CB.mT, found_CB.mT, "amin")
-        return unknown_BJ.gather(1, class_BC)
+    def _lower_to(self, loss_BJ: Tensor, class_B: Tensor, found_B: Tensor) -> None:
+        loss_BJ.scatter_reduce_(1, class_B[:, None], found_B[:, None], "amin")
 
-    def _exact_of(self, class_CB: Tensor) -> Formed:
-        g = self.here.gradients(class_CB)
-        margins, first = self.ellipsoids.margins(g.leaves, class_CB, signed=True), self.here.ball.length(g.image)
-        return self.formed(class_CB, g, margins, partial(terms_of, self.ellipsoids, margins, g.leaves, g.image, first))
+    def _stays_open(self, loss_BJ: Tensor, class_B: Tensor) -> Tensor:
+        return self.open(loss_BJ).gather(1, class_B[:, None])[:, 0]
+
+    @cached_property
+    def _rivals(self) -> Rivals:
+        return Rivals(self.here, self.ellipsoids, self._with_loss)
+
+    def _with_loss(self, class_B: Tensor, g: Gradients, margins: Margins, couple: Callable[[], Terms]) -> Formed:
+        return self.formed(class_B[None], g, margins, couple)
 
 
 class TaylorAnalysis(ImageAnalysis):

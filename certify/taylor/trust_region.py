@@ -17,11 +17,11 @@ m above lambda_max(S),
 
 S tends to minus the Hessian of the margin as e and tau shrink. Proof: docs/proofs.md#taylor.
 
-Letters: B images, C rivals of each.
+Letters: B images.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +32,7 @@ from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
 from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_leaves
-from certify.taylor.propagated import Propagated, aside, free, propagated, units_at
+from certify.taylor.propagated import Propagated, aside, free, length2_of, others_before, units_at
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -45,12 +45,12 @@ APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only er
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms of some rivals at the largest e, (C, B) each.
+    """The terms of one rival at the largest e, (1, B) each.
 
     `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
-    with rounding included. `propagated` bounds the b^2 of units, `aside` the o^2 for sources of length 1, and `others`
-    the norm of the forms of leaves without units, for what sources other than the image add; `last` is the last of
-    these leaves.
+    with rounding included. `aside` bounds the o^2 for sources of length 1 at the leaves `apart`, and `others` the norm
+    of the forms of leaves without units, for what sources other than the image add; `last` is the last of these leaves.
+    `propagated` bounds the root of the sum of the b^2 of units, and `most` is this bound at the largest e.
     """
 
     first: Tensor
@@ -59,29 +59,29 @@ class Terms:
     pulled: Tensor
     top: Tensor
     tau: Tensor
-    propagated: Propagated
     aside: Tensor
+    apart: tuple[int, ...]
     others: Tensor
     last: int | None
+    propagated: Propagated
+    most: Tensor
     most_B: Tensor
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the largest loss to first order and forms together, for e <= the largest: (C, B)."""
-        return nan_to_inf(OUT * (self.quadratic(e_B) + self._of_remainders(e_B, grown)))
+        """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
+        aside, others = self.besides(e_B, grown)
+        of_units = product(self.most, self.propagated.aside(grown))
+        remainders = of_units + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
+        return nan_to_inf(OUT * (self.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
 
     def quadratic(self, e_B: Tensor) -> Tensor:
-        """Return the part of the cost from the trust region problem: (C, B)."""
+        """Return the part of the cost from the trust region problem: (1, B)."""
         t_B = e_B / self.most_B
         return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
 
-    def _of_remainders(self, e_B: Tensor, grown: Grown) -> Tensor:
-        of_units, (aside, others) = self.propagated.at(e_B, grown), self.besides(e_B, grown)
-        total = of_units.square() + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
-        return nan_to_inf(0.5 * total)
-
     def besides(self, e_B: Tensor, grown: Grown) -> tuple[Tensor, Tensor]:
-        """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (C, B) each."""
-        aside = product(self.aside.square(), self.propagated.free_B(grown) * OUT)
+        """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (1, B) each."""
+        aside = product(self.aside.square(), length2_of(self.apart, grown) * OUT)
         if self.last is None:
             return nan_to_inf(aside), torch.zeros_like(self.first)
         whole_B = grown.before[self.last]
@@ -96,74 +96,102 @@ class Terms:
         return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
-def terms_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, first: Tensor) -> Terms:
-    """Return the terms for margins with gradients g at the leaves and g_0 (C, B, *x) at the image.
-
-    Some leaf has hidden units of a twice differentiable activation.
-    """
-    joint, numbers = ellipsoids.joint, list(margins.numbers)
-    units = units_of(ellipsoids, margins, g)
-    others = {at: form for at, form in margins.forms.items() if at not in units}
-    absolute = {at: curved.absolute for at, curved in units.items()}
-    crosses = crossed(ellipsoids, units, _rounded(ellipsoids, absolute, margins.norm.square()), "crossed")
-    squares = {at: curved.c.clamp_min(0) for at, curved in units.items()}
-    squares |= {at: squares[at] + (1 + 1 / apart) * x for at, (x, apart) in _apart(crosses).items()}
-    behind = propagated(ellipsoids, squares, "propagated", numbers)
-    terms = Terms(
-        first=first * joint.most_B,
-        length=torch.linalg.vector_norm(g_0.flatten(2) * joint.most_B[:, None], dim=-1),
-        along=torch.zeros_like(first),
-        pulled=torch.zeros_like(first),
-        top=torch.zeros_like(first),
-        tau=torch.ones_like(first),
-        propagated=behind,
-        aside=aside(ellipsoids, absolute, behind.others, "aside", numbers),
-        others=free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(first),
-        last=max(others) if others else None,
-        most_B=joint.most_B,
-    )
-    return _with_quadratic(ellipsoids, margins, g, g_0, Known(units, crosses), terms)
-
-
 @dataclass(frozen=True)
-class Known:
-    """The curvature c' of units, and the coefficients x of their cross terms."""
+class Curved:
+    """The second order of the margin of one rival: c' of units, the coefficients x of their cross terms, and seeds."""
 
     units: Mapping[int, Curvature]
     crosses: Vectors
+    numbers: Tensor
+
+    @staticmethod
+    def of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> "Curved":
+        """Return it for margins with gradients g at the leaves."""
+        (numbers,), units = margins.numbers, units_of(ellipsoids, margins, g)
+        off = _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in units.items()}, margins.norm.square())
+        return Curved(units, crossed(ellipsoids, units, off, "crossed", numbers), numbers)
+
+    @property
+    def squares(self) -> dict[int, Tensor]:
+        """The coefficients (1, B, N, H) of the b^2 of units."""
+        found = {at: of_leaf.c.clamp_min(0) for at, of_leaf in self.units.items()}
+        return found | {at: found[at] + (1 + 1 / apart) * x for at, (x, apart) in self.apart.items()}
+
+    def more(self, propagated: Propagated, most: Tensor) -> Vectors:
+        """Return the coefficients on the image of cross terms, and of the b^2 of units."""
+        crosses = {at: (1 + apart) * x for at, (x, apart) in self.apart.items()}
+        z = propagated.times(most).z
+        assert z.keys() <= self.units.keys()
+        return {at: torch.stack([of[at] for of in (crosses, z) if at in of]).sum(0) for at in crosses | z}
+
+    @property
+    def apart(self) -> dict[int, tuple[Tensor, float]]:
+        """The coefficients x of every leaf with the share by which their part of the image grows."""
+        return {at: (x, APART[at > min(self.crosses)]) for at, x in self.crosses.items()}
+
+
+def terms_of(
+    ellipsoids: Ellipsoids,
+    margins: Margins,
+    g: Vectors,
+    g_0: Tensor,
+    first: Tensor,
+    curved: Curved,
+    behind: Propagated,
+) -> Terms:
+    """Return the terms for margins with gradients g at the leaves and g_0 (1, B, *x) at the image.
+
+    `behind` is the bound for the coefficients `curved.squares`, or for larger ones.
+    """
+    joint, units, numbers = ellipsoids.joint, curved.units, curved.numbers
+    others = {at: form for at, form in margins.forms.items() if at not in units}
+    absolute, apart = {at: of_leaf.absolute for at, of_leaf in units.items()}, others_before(ellipsoids, max(units))
+    zero = torch.zeros_like(first)
+    terms = Terms(
+        first=first * joint.most_B,
+        length=torch.linalg.vector_norm(g_0.flatten(2) * joint.most_B[:, None], dim=-1),
+        along=zero,
+        pulled=zero,
+        top=zero,
+        tau=torch.ones_like(first),
+        aside=aside(ellipsoids, absolute, apart, "aside", numbers),
+        apart=apart,
+        others=free(ellipsoids, others, "others", numbers) if others else zero,
+        last=max(others) if others else None,
+        propagated=behind,
+        most=behind.at(joint.most_B, ellipsoids.most),
+        most_B=joint.most_B,
+    )
+    return _with_quadratic(ellipsoids, margins, g, g_0, curved, terms)
 
 
 def _with_quadratic(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, known: Known, terms: Terms
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, curved: Curved, terms: Terms
 ) -> Terms:
     """Return the terms with tau and the quadratic part."""
     joint, last = ellipsoids.joint, margins.last
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
     tau = _tau(ellipsoids, margins, b, sum(terms.besides(joint.most_B, ellipsoids.most), torch.zeros_like(terms.first)))
-    forms = forms_with_share(ellipsoids, margins, g, known, tau)
-    within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, known.crosses, margins.numbers)) * OUT
+    more = curved.more(terms.propagated, terms.most)
+    forms = forms_with_share(ellipsoids, margins, g, curved, tau, more)
+    within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, more, curved.numbers)) * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     off = _rounded(ellipsoids, forms, within) * terms.length
     return replace(
         terms,
         along=(b * z).sum(-1) + off * terms.length,
         pulled=torch.linalg.vector_norm(z, dim=-1) + off,
-        top=ellipsoids.top(forms, "taylor", margins.numbers, within).clamp_min(1e-100),
+        top=ellipsoids.top(forms, "taylor", [curved.numbers], within).clamp_min(1e-100),
         tau=tau,
     )
 
 
-def _apart(crosses: Vectors) -> dict[int, tuple[Tensor, float]]:
-    """Return the coefficients x of every leaf with the share by which their part of the image grows."""
-    return {at: (x, APART[at > min(crosses)]) for at, x in crosses.items()}
-
-
-def _norm_of(ellipsoids: Ellipsoids, crosses: Vectors, numbers: Sequence[Tensor]) -> Tensor | float:
-    """Bound the norm of the forms of cross terms on all of u: (C, B)."""
-    if not crosses:
+def _norm_of(ellipsoids: Ellipsoids, more: Vectors, numbers: Tensor) -> Tensor | float:
+    """Bound the norm of the forms with coefficients `more` on all of u: (1, B)."""
+    if not more:
         return 0.0
-    forms = {at: units_at(ellipsoids, at).weighted((1 + apart) * x) for at, (x, apart) in _apart(crosses).items()}
-    return ellipsoids.seminorms(forms, "crosses", numbers, COARSE).square()
+    forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in more.items()}
+    return ellipsoids.seminorms(forms, "crosses", [numbers], COARSE).square()
 
 
 def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
@@ -176,13 +204,12 @@ def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, 
 
 
 def forms_with_share(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, known: Known, tau: Tensor
+    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, curved: Curved, tau: Tensor, more: Vectors
 ) -> dict[int, QuadraticForm]:
-    """Return C + tau |C| of all leaves, with the forms of cross terms."""
-    crosses = {at: (1 + apart) * x for at, (x, apart) in _apart(known.crosses).items()}
+    """Return C + tau |C| of all leaves, with more on units."""
     return {
-        at: known.units[at].with_more(tau, crosses.get(at))
-        if at in known.units
+        at: curved.units[at].with_more(tau, more.get(at))
+        if at in curved.units
         else _with_share(ellipsoids, at, g[at], form, tau)
         for at, form in margins.forms.items()
     }
@@ -204,13 +231,13 @@ def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticF
 
 
 def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
-    """Return about the best tau (C, B): what it adds to S where the margin falls, against what it takes of b_l."""
+    """Return about the best tau (1, B): what it adds to S where the margin falls, against what it takes of b_l."""
     along = (b * ellipsoids.joint.gram(margins.forms)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
     return (remainders / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
 
 
 def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
-    """Bound the error of torch's S b for |b| = 1, ||S|| <= most: (C, B)."""
+    """Bound the error of torch's S b for |b| = 1, ||S|| <= most: (1, B)."""
     of_forms = [ellipsoids.rounding.of_form(at, form) for at, form in forms.items()]
     share = ellipsoids.rounding.share(max(forms)) + 1e-10  # plus the rounding of <b, z> itself
     return product(share, most) + torch.stack(torch.broadcast_tensors(*of_forms)).sum(0)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from certify.image.quantiles import END, STEP, _transform, least_pair_sum
+from certify.image.quantiles import END, STEP, _transform, least_mean_length, least_pair_sum
 from tests.tools.ascent import ascend
 
 GRID = torch.arange(0.0, END, STEP, dtype=torch.float64)
@@ -47,3 +47,16 @@ def test_sums_are_seldom_below_the_quantile(count: int, chance: float, rank: int
 
 def test_too_few_pairs_say_nothing() -> None:
     assert least_pair_sum(1, 1e-16) == 0.0
+
+
+@pytest.mark.parametrize(("count", "chance"), [(10, 0.2), (40, 0.05)])
+@pytest.mark.parametrize("together", [0.0, 0.7, 1.0])
+def test_means_of_lengths_are_seldom_below_the_quantile(count: int, chance: float, together: float) -> None:
+    """Lengths that depend on each other, up to all being the same, with weights of many sizes."""
+    random = torch.Generator().manual_seed(0)
+    own, shared = torch.randn(20000, 5, count, generator=random), torch.randn(20000, 1, count, generator=random)
+    lengths = (together**0.5 * shared + (1 - together) ** 0.5 * own).norm(dim=-1).double()
+    weights = torch.tensor([8.0, 4.0, 2.0, 1.0, 0.5], dtype=torch.float64)
+    least = least_mean_length(count, chance)
+    assert 0.5 * count**0.5 < least < count**0.5
+    assert (lengths @ (weights / weights.sum()) <= least).double().mean() <= chance

@@ -1,5 +1,6 @@
 """The Taylor certificate against ascent on small models, and its parts against dense matrices."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -8,13 +9,13 @@ from torch import Tensor, nn
 
 from certify.api import radius_of
 from certify.image.columns import Columns
-from certify.image.radius_stage import Formed, RadiusStage
+from certify.image.radius_stage import RadiusStage
 from certify.shared.ball import NORMS
-from certify.taylor.cross import crossed
 from certify.taylor.forms import smooth_units
 from certify.taylor.propagated import propagated
+from certify.taylor.rivals import Rival
 from certify.taylor.taylor import Taylor, TaylorStage, has_units
-from certify.taylor.trust_region import Known, Terms, forms_with_share, units_of
+from certify.taylor.trust_region import forms_with_share
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, situation
@@ -37,25 +38,27 @@ def exact_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
     """Return the losses by exact second orders of every rival; by forms for a model without them."""
     if not isinstance(stage, TaylorStage) or not has_units(stage.here.tape):
         return formed_losses(stage, e_B)
-    class_BC, loss_BJ = stage.here.rivals_BR, torch.full_like(stage.here.clean.margin_BJ, torch.inf)
-    found_BC = stage._exactly(class_BC, torch.ones_like(class_BC, dtype=torch.bool), stage._asked(e_B))
-    return loss_BJ.scatter(1, class_BC, found_BC)
+    loss_BJ, asked = torch.full_like(stage.here.clean.margin_BJ, torch.inf), stage._asked(e_B)
+    for class_B in stage.here.rivals_BR.mT:
+        both = [
+            bound(class_B, torch.ones_like(class_B, dtype=torch.bool), partial(stage.together, asked=asked))
+            for bound in (stage._rivals.in_common, stage._rivals.alone)
+        ]
+        loss_BJ.scatter_(1, class_B[:, None], torch.stack(both).amin(0)[:, None])
+    return loss_BJ
 
 
 def test_the_first_order_alone_would_be_beaten() -> None:
     """Ascent finds more than the first order, so that the tests of random networks see a second order too small."""
     net, x, y = network(5, 2.58)
     stage = stage_of(analysed(net, x, y), 0.05)
-    terms, asked = terms_of(stage._exact_of(stage.here.rivals_BR.mT)), stage._asked(stage.most_B)
-    found_CB = torch.stack([fall(net, x, y, rival_B, stage.most_B) for rival_B in stage.here.rivals_BR.mT])
-    assert (found_CB <= terms.cost(stage.most_B, asked.grown) * (1 + 1e-9)).all()
-    assert (found_CB > 1.001 * terms.first).any()
-
-
-def terms_of(formed: Formed) -> Terms:
-    terms = formed.coupled
-    assert isinstance(terms, Terms)
-    return terms
+    asked, beyond = stage._asked(stage.most_B), False
+    for class_B in stage.here.rivals_BR.mT:
+        rival, found_B = Rival.of(stage.here, stage.ellipsoids, class_B), fall(net, x, y, class_B, stage.most_B)
+        terms = rival.alone()
+        assert (found_B <= terms.cost(stage.most_B, asked.grown) * (1 + 1e-9)).all()
+        beyond = beyond or bool((found_B > 1.001 * terms.first).any())
+    assert beyond
 
 
 def network(seed: int, scale: float, width: int = 12, classes: int = 3) -> tuple[nn.Module, Tensor, Tensor]:
@@ -106,10 +109,8 @@ def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     _, analysis = taylor_of(parts)
     stage = stage_of(analysis, 0.2, 1e-3)
     found, grown = stage.ellipsoids, stage._asked(stage.most_B).grown
-    formed = stage._exact_of(stage.here.rivals_BR[:, :1].mT)
-    g = stage.here.gradients(formed.class_CB).leaves
-    curved = units_of(found, formed.margins, g)
-    behind = propagated(found, {at: c.c.abs() for at, c in curved.items()}, "test", list(formed.margins.numbers))
+    curved = Rival.of(stage.here, found, stage.here.rivals_BR[:, 0]).curved.units
+    behind = propagated(found, {at: c.c.abs() for at, c in curved.items()}, "test", found.most_B[:, None], grown)
     bound_B = behind.at(stage.most_B, grown)[0]
     torch.manual_seed(0)
     joint, last = found.joint, max(curved)
@@ -141,13 +142,12 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     """The bound of the trust region is above its dense optimum, and close to it."""
     _, analysis = taylor_of("stem", count=1)
     stage = stage_of(analysis, 0.2)
-    formed = stage._exact_of(stage.here.rivals_BR[:, :1].mT)
-    terms = terms_of(formed)
-    g, found = stage.here.gradients(formed.class_CB), stage.ellipsoids
-    units = units_of(found, formed.margins, g.leaves)
-    crosses = crossed(found, units, torch.zeros_like(terms.tau), "crossed")
-    forms = forms_with_share(found, formed.margins, g.leaves, Known(units, crosses), terms.tau)
-    size, maps = analysis.images[0].numel(), dense(found.joint, formed.margins.last)
+    found = stage.ellipsoids
+    rival = Rival.of(stage.here, found, stage.here.rivals_BR[:, 0])
+    terms, g = rival.alone(), rival.g
+    more = rival.curved.more(terms.propagated, terms.most)
+    forms = forms_with_share(found, rival.margins, g.leaves, rival.curved, terms.tau, more)
+    size, maps = analysis.images[0].numel(), dense(found.joint, rival.margins.last)
     s = sum((matrix(found, form, at, maps)[0, 0, :size, :size] for at, form in forms.items()), torch.zeros(()))
     values, vectors = torch.linalg.eigh(s)
     assert values[-1] <= terms.top[0, 0] * (1 + 1e-9)
