@@ -4,7 +4,18 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from docs.generate import api, commands, config_keys, leaderboard, links, models_table, recipes, versions, zoo_table
+from docs.generate import (
+    api,
+    commands,
+    config_keys,
+    leaderboard,
+    links,
+    models_table,
+    recipes,
+    scale,
+    versions,
+    zoo_table,
+)
 
 MARK = re.compile(r"^<!-- made at build: (\w+)(?: (\S+) (\S+))? -->$", re.M)
 # WORD -> Markdown
@@ -17,6 +28,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "leaderboard_chart": leaderboard.first_chart,
     "models": models_table.markdown,
     "recipes": recipes.markdown,
+    "scale": scale.markdown,
     "versions": versions.markdown,
     "zoo_table": zoo_table.markdown,
 }
