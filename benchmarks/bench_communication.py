@@ -52,7 +52,7 @@ def main() -> None:
         for stage in options.stages:
             for ranks in options.ranks:
                 rows.append({"stage": stage, "ranks": ranks, **started(stage, ranks, folder)})
-    record("communication_cpu", {"attack_steps": ATTACK_STEPS, "batch": BATCH, "rows": rows})
+                record("communication_cpu", {"attack_steps": ATTACK_STEPS, "batch": BATCH, "rows": rows})
 
 
 def started(stage: int, ranks: int, folder: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ The same probes run in a checkout of an earlier commit and in this tree, with th
     board      one refresh of a search's table of 1,000 trials
     zoo        `python -m zoo`
 
-The earlier commit is the last one before the first of these changes.
+The default commit precedes these changes, except the registry's queries: they need --before cfd0639e^.
 
     python -m benchmarks.bench_weeks [--before 319d1a13^] [--shards 60] [--versions 2000]
 """
