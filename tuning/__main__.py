@@ -146,18 +146,27 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
 def run(asked: Search, resume: bool) -> int:
     """Run all trials and write the page at the end."""
     require_ray()
-    from tuning import closing, driver, nodes, server  # after the checks that need no large imports: Ray takes seconds
+    from tuning import (
+        closing,
+        driver,
+        memory,
+        nodes,
+        server,
+    )  # after the checks that need no large imports: Ray takes seconds
     from tuning.live import Board, failures
 
     asked = search.find_data(asked)
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
     with driver.cluster() as machines:
+        asked, reserving = memory.reserved(asked)
         at_once = nodes.at_once(asked)
         with disk_errors("free some space there, then start again"):
             nodes.require_shared(asked)
             asked.save()
         with server.registry(machines, at_once, asked.folder / "registry.log") as uri:
             say(f"search {asked.name}: {asked.num_samples} trials, {at_once} concurrent; registry {store.public(uri)}")
+            if reserving:
+                say(reserving)
             board = Board(
                 asked.parameters, [objective.key for objective in asked.shown], asked.num_samples, asked.epochs
             )

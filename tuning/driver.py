@@ -220,8 +220,9 @@ class Watch(tune.Callback):
         self._since, self._patience = time.monotonic(), WAITING_SECONDS
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Report, less and less often, that no trial has run for a while."""
+        """Report progress to a log, and, less and less often, that no trial has run for a while."""
         now = time.monotonic()
+        self.board.alive()
         if not trials or any(trial.status == "RUNNING" for trial in trials):
             self._since, self._patience = now, WAITING_SECONDS
         elif now - self._since > self._patience:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from certizoo.progress import Pulse
 from tuning.spaces import Space
 
 ENDED = ("certified", "stopped early", "failed")
@@ -38,6 +39,7 @@ class Board:
         self.space, self.metric, self.total, self.epochs = space, metric, total, epochs
         self.lines: dict[str, Line] = {}
         self.console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+        self._pulse = Pulse()
         self._live = Live(get_renderable=self.table, console=self.console, refresh_per_second=2)
 
     def __enter__(self) -> "Board":
@@ -86,7 +88,19 @@ class Board:
 
     def waiting(self, why: str) -> None:
         """Report that no trial has run for a while."""
-        self.console.print(f"no trial runs: {why}", soft_wrap=True, markup=False)
+        self._print(f"no trial runs: {why}")
+
+    def alive(self) -> None:
+        """Print a line in a log that has been silent for some seconds."""
+        if not self.console.is_terminal and self._pulse.due:
+            key = self.metric[0]
+            best = max((float(line.figures.get(key, -1)) for line in self.lines.values()), default=-1)
+            text = f"{self.ended_trials} of {self.total} trials ended, {self.count('running')} running"
+            self._print(text + (f"; best {key} {best:.1%}" if best >= 0 else ""))
+
+    def _print(self, text: str) -> None:
+        self._pulse.printed()
+        self.console.print(text, soft_wrap=True, markup=False)
 
     def table(self) -> Table:
         """Return the SHOWN best trials, those with a certificate before those with an estimate.
@@ -133,7 +147,7 @@ class Board:
         figures = " ".join(f"{key} {line.figures[key]:.1%}" for key in self.shown if key in line.figures)
         text = line.why or figures
         if line.why or not self.console.is_terminal:
-            self.console.print(f"trial {trial} {line.state}: {text} ({values})", soft_wrap=True, markup=False)
+            self._print(f"trial {trial} {line.state}: {text} ({values})")
 
 
 def _rank(line: Line, metric: str) -> tuple[bool, float]:

@@ -41,7 +41,8 @@ def at_once(search: Search) -> int:
     room = room_on([trials_on(node, search.resources) for node in nodes], search.nodes)
     most = search.max_concurrent or search.num_samples
     if room < 1 and not search.wait:
-        offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in ("CPU", "GPU")) for node in nodes)
+        names = ("CPU", "GPU", "memory")
+        offered = "; ".join(" ".join(f"{name}={node.get(name, 0):g}" for name in names) for node in nodes)
         many = "a node" if search.nodes == 1 else f"{search.nodes} nodes"
         raise UserError(
             f"no trial fits on {many}: --resources-per-trial {dict(search.resources)}, the nodes have {offered}; "

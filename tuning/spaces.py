@@ -18,7 +18,7 @@ from random import Random
 from typing import Annotated, Any
 
 from certizoo import UserError
-from certizoo.config.compose import CONFIGS
+from certizoo.config.compose import CONFIGS, files_of
 from certizoo.config.schema import Ge, Lt, MinLen, OneOf, Positive, Section, section_of
 from certizoo.documents import read_yaml
 from certizoo.nearest import unknown
@@ -88,7 +88,7 @@ class Space:
 
 
 def names(configs: Path = CONFIGS) -> list[str]:
-    return sorted(path.stem for path in (configs / "space").glob("*.yaml"))
+    return sorted(files_of("space", configs))
 
 
 def load(name: str, configs: Path = CONFIGS) -> Space:
@@ -98,8 +98,7 @@ def load(name: str, configs: Path = CONFIGS) -> Space:
 
 def read(name: str, configs: Path = CONFIGS) -> dict[str, Any]:
     """Return the content of the file of the space `name`. Raises UserError if it does not exist."""
-    path = configs / "space" / f"{name}.yaml"
-    if not path.is_file():
+    if (path := files_of("space", configs).get(name)) is None:
         raise unknown("space", name, names(configs), "configs/space")
     content = read_yaml(path)
     if not isinstance(content, dict):

@@ -9,9 +9,9 @@ from certify.evaluation import run, tables
 from certify.evaluation.settings import Options, Settings
 from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of, share_of
 from certify.rows.images import Share
-from certify.rows.progress import progress_bar
 from certizoo import UserError
 from certizoo.config.schema import Section, Text, typed_values
+from certizoo.progress import progress_bar
 
 
 @dataclass(frozen=True)

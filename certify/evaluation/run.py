@@ -24,11 +24,11 @@ from certify.evaluation.evaluate_block import EvaluateBlock, row_schema_of
 from certify.evaluation.settings import Settings
 from certify.rows import images, records, runner
 from certify.rows.draws import nonce_of
-from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
 from certizoo import UserError, shards
 from certizoo.documents import read_json
 from certizoo.files import write_whole
+from certizoo.progress import Progress, silent
 from zoo.models.sentences import by_length
 
 ROWS, EVALUATION, CHECKS = "evaluation.jsonl", "evaluation.json", "checks.json"

@@ -13,10 +13,10 @@ from certify.leaderboard import entry, of_results, recheck, rows
 from certify.rows import records
 from certify.rows.arguments import Config, Subject, data_of, handover_of
 from certify.rows.draws import UNKNOWN
-from certify.rows.progress import progress_bar
 from certizoo import UserError
 from certizoo.config.schema import Count, PathText, Text, typed_values
 from certizoo.files import disk_errors
+from certizoo.progress import progress_bar
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from certify.leaderboard.rows import Rows, forged, shares
 from certify.methods import METHODS
 from certify.methods.served import require_served
 from certify.rows import images
-from certify.rows.progress import Progress, silent
 from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
 from certify.stage.certify_batch import CertifyBatch
 from certify.stage.outcomes import CERTIFIED, DEFAULT_ATTACK
 from certify.stage.settings import Settings
 from certizoo import UserError, shards
+from certizoo.progress import Progress, silent
 from zoo.bounds import lanczos
 
 DOUBT = 1e-5  # probability that a right claim is refused, at each of its points

@@ -19,12 +19,12 @@ import zoo
 from certify.papers import figures, jacobian, paper_bounds
 from certify.papers.ascent import largest, largest_change
 from certify.rows.images import image_list
-from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
 from certify.shared.bake import bake
 from certizoo import shards
 from certizoo.config.schema import Count, MinLen, Positive, Section
 from certizoo.files import write_whole
+from certizoo.progress import Progress, counting, silent
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention

@@ -12,8 +12,8 @@ from rich.console import Console
 import zoo
 from certify.papers import analysis, feature_figures, feature_report
 from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of
-from certify.rows.progress import progress_bar
 from certizoo.config.schema import PathText, typed_values
+from certizoo.progress import progress_bar
 
 
 @dataclass(frozen=True)

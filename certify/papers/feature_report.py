@@ -22,7 +22,6 @@ from certify.papers import feature_distance, feature_figures, layer_norms
 from certify.papers.features import Features, clean_and_attacked
 from certify.rows import images
 from certify.rows.devices import Device, device_of
-from certify.rows.progress import Progress, counting, silent
 from certify.rows.records import results, write_csv, write_json
 from certify.rows.summary import Summary
 from certify.rows.workers import Batch
@@ -30,6 +29,7 @@ from certify.shared.bake import bake
 from certizoo import UserError, __version__, shards
 from certizoo.attacks import AttackConfig
 from certizoo.config.schema import Count, Ge, Section, Whole
+from certizoo.progress import Progress, counting, silent
 
 FEWEST = 2 * feature_distance.FOLDS  # images
 DEFAULT_ATTACK = AttackConfig(norm="linf", eps=8 / 255, steps=20, loss="ce")

@@ -9,11 +9,11 @@ import pandas as pd
 
 from certify.rows import records
 from certify.rows.images import ImageList
-from certify.rows.progress import Progress, silent
 from certify.rows.row_schema import Row, RowSchema
 from certify.rows.summary import Summary
 from certify.rows.workers import RAY, Batch, Crew, Make, Work, by_processes
 from certizoo import UserError
+from certizoo.progress import Progress, silent
 
 
 @dataclass(frozen=True)

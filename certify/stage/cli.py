@@ -9,11 +9,11 @@ from rich.console import Console
 
 from certify.rows.arguments import Config, Subject, data_of, handover_of, out_of, settings_of, share_of
 from certify.rows.images import Share
-from certify.rows.progress import progress_bar
 from certify.stage import register, run, tables
 from certify.stage.settings import Settings
 from certizoo import UserError
 from certizoo.config.schema import Count, Section, typed_values
+from certizoo.progress import progress_bar
 from certizoo.registry.checks import ExperimentName, ModelName
 
 

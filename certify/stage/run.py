@@ -20,7 +20,6 @@ import zoo
 from certify.methods import crown
 from certify.rows import images, records, runner
 from certify.rows.draws import Nonce, derived, nonce_of
-from certify.rows.progress import Progress, silent
 from certify.rows.summary import Summary, chances, image_facts, model_facts, subject_of
 from certify.shared.breakdown import averaged
 from certify.shared.certificate import SLACK
@@ -33,6 +32,7 @@ from certify.stage.settings import Settings
 from certify.stage.substitutions import COLUMN
 from certizoo import UserError, shards
 from certizoo.files import write_whole
+from certizoo.progress import Progress, silent
 from certizoo.shards import tokens
 from certizoo.shards.config import TEXT
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from certizoo import plugins
 from certizoo.attacks.attack import Attack
 from certizoo.attacks.auto import AutoAttack
 from certizoo.attacks.corruption import Corruption
@@ -18,11 +19,12 @@ KINDS: dict[str, Any] = {
     "deepfool": DeepFool,
     "corruption": Corruption,
 }
-"""The attack class of each `kind`; its options are the fields of the class."""
+"""The attack class of each `kind`; its options are the fields of the class. Other packages add theirs."""
 
 
 def make(options: Mapping[str, object]) -> Attack:
     """Return the attack of `options["kind"]` with the other options. Raises UserError naming the key and its values."""
+    plugins.load()
     given = dict(options)
     kind = given.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:

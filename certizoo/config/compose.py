@@ -17,6 +17,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from certizoo import plugins
 from certizoo.config.recipes import TABLES, row, table
 from certizoo.config.schema import written
 from certizoo.errors import UserError
@@ -57,7 +58,7 @@ def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> Dict
         while True:
             try:
                 with initialize_config_dir(str(configs), version_base="1.3"):
-                    return compose(config_name, overrides=list(overrides))
+                    return compose(config_name, overrides=_with_plugins(overrides))
             except MissingConfigException as error:
                 group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
                 if (content := row(group, name, configs)) is None:
@@ -66,6 +67,22 @@ def _composed(config_name: str, overrides: Sequence[str], configs: Path) -> Dict
     finally:
         for group in TABLES:
             store.repo.pop(group, None)  # the next composition may find a file of that name
+
+
+def _with_plugins(overrides: Sequence[str]) -> list[str]:
+    """Add the folders of other packages to Hydra's search path, before those that the user names."""
+    key, places = "hydra.searchpath=", [f"'file://{folder}'" for folder in plugins.config_folders()]
+    if not places:
+        return list(overrides)
+    own = [override.removeprefix(key)[1:-1] for override in overrides if override.startswith(key)]
+    rest = [override for override in overrides if not override.startswith(key)]
+    return [*rest, f"{key}[{','.join([*places, *own])}]"]
+
+
+def files_of(group: str, configs: Path = CONFIGS) -> dict[str, Path]:
+    """Return the files of a group by name, those of other packages included; ours come first, as for Hydra."""
+    folders = [*reversed(plugins.config_folders()), configs]
+    return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
 
 
 def _readable(override: str) -> str:
@@ -104,7 +121,7 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
     if isinstance(error, MissingConfigException) and (found := re.search(r"Could not (?:find|load) '([^']+)'", text)):
         group, _, name = found[1].partition("/")
         rows = {key for key in table(group, configs) if key.isidentifier()}  # no patterns
-        names = sorted(rows | {path.stem for path in (configs / group).glob("*.yaml")})
+        names = sorted(rows | set(files_of(group, configs)))
         return str(unknown(group, name, names, _listed(group)))
     if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
         key = found[1]

@@ -2,19 +2,19 @@
 
 import argparse
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import track
 from rich.table import Table
 
 from certizoo import UserError
 from certizoo.config.schema import Count, Ge, Le, Whole, argument, as_path
 from certizoo.errors import one_line_errors
+from certizoo.progress import progress_bar
 from certizoo.shards import inspect, manifest, sources, tokens
 from certizoo.shards.config import require_name
 from certizoo.shards.sentences import Sentences
@@ -51,7 +51,8 @@ def text(args: argparse.Namespace) -> None:
 def _written(source: Sequence[tuple[Any, int]], args: argparse.Namespace, **more: Any) -> Path:
     """Write one split of a source; return the manifest's path."""
     given = {name: getattr(args, name) for name in ("name", "split", "seed", "per_shard", "overwrite")}
-    return write(source, args.root, **given, **more, track=_bar(f"{args.name}-{args.split}"))
+    with progress_bar(f"{args.name}-{args.split}", console) as progress:
+        return write(source, args.root, **given, **more, progress=progress)
 
 
 def inspect_folder(args: argparse.Namespace) -> None:
@@ -70,16 +71,8 @@ def torchvision(args: argparse.Namespace) -> None:
     name = args.name or args.dataset.lower()
     for split in ("train", "test"):
         source = sources.torchvision_set(args.dataset, split, args.download_to or args.root / "download")
-        path = write(
-            source,
-            args.root,
-            name=name,
-            split=split,
-            seed=args.seed,
-            class_names=list(getattr(source, "classes", [])) or None,
-            overwrite=args.overwrite,
-            track=_bar(f"{name}-{split}"),
-        )
+        args.name, args.split, args.per_shard = name, split, 1000
+        path = _written(source, args, class_names=list(getattr(source, "classes", [])) or None)
     console.print(f"wrote {path}")
 
 
@@ -90,18 +83,13 @@ def index(args: argparse.Namespace) -> None:
     if not paths:
         raise UserError(f"there are no shards {args.root / pattern}{ENDINGS[0]}; give the folder that holds them")
     infos, keys = [], manifest.Keys()
-    for path in track(paths, "index", console=console, transient=True):
-        info = manifest.scan(path, decoded=args.decode, keys=keys)
-        infos.append(replace(info, sha256=manifest.sha256_of(path), blocks=manifest.blocks_of(path)))
+    with progress_bar("index", console) as progress:
+        for done, path in enumerate(paths, start=1):
+            info = manifest.scan(path, decoded=args.decode, keys=keys)
+            infos.append(replace(info, sha256=manifest.sha256_of(path), blocks=manifest.blocks_of(path)))
+            progress(done, len(paths))
     manifest.save(path_of_manifest, infos)
     console.print(f"listed {len(infos)} shards, {sum(i.samples for i in infos)} samples in {path_of_manifest}")
-
-
-def _bar(title: str):  # type: ignore[no-untyped-def]
-    def bar(numbers: Iterable[int], total: int) -> Iterable[int]:
-        return track(numbers, title, total=total, console=console, transient=True)
-
-    return bar
 
 
 def parser() -> argparse.ArgumentParser:

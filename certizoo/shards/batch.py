@@ -51,7 +51,8 @@ def train_view(config: DataConfig, seed: int, epoch: int) -> View:
         augment = erasing(augment, config.erase)
 
     def view(sample: Sample) -> Pixels:
-        return augment(sample.pixels(config.channels), mix(seed, epoch, sample.key))
+        draw = [sample.key, sample.copy] if sample.copy else [sample.key]
+        return augment(sample.pixels(config.channels), mix(seed, epoch, *draw))
 
     return view
 

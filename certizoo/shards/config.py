@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,9 @@ class DataConfig(Section):
         kind: "images", or "text": sentences leave the loaders as the numbers of their first `img_size` tokens.
         tokenizer: the tokeniser of text; null takes NAME.tokenizer.json beside the shards.
         erase: probability that a training image loses a rectangle (timm's RandomErasing, with black).
+        mix: the shares of several training sets, {NAME: SHARE}, this set (`name`) among them. Shards of the others are
+            `NAME-train-*.tar` in the root, or in FOLDER of `FOLDER/NAME`, relative to the root.
+        repeats: views of each training image that an epoch draws (repeated augmentation, Hoffer et al. 2020).
         interpolation: of training crops; evaluation always uses Pillow's bicubic resizing.
         workers: loader processes per rank.
         on_corrupt: "skip" lets training (never evaluation) skip at most `max_corrupt` samples.
@@ -53,6 +57,8 @@ class DataConfig(Section):
     tokenizer: PathText | None = None
     augment: Annotated[str, OneOf("none", "flip", "flip_crop", "flip_crop_jitter", "inception", "randaug")] = "none"
     erase: Annotated[float, Ge(0), Le(1)] = 0.0
+    mix: dict[str, Positive] | None = None
+    repeats: Annotated[int, Ge(1), Le(64)] = 1
     interpolation: Annotated[str, OneOf("bilinear", "bicubic")] = "bilinear"
     workers: Annotated[int, Ge(0), Le(512)] = 0
     on_corrupt: Annotated[str, OneOf("error", "skip")] = "error"
@@ -72,6 +78,8 @@ class DataConfig(Section):
             raise UserError(
                 f"data.augment={self.augment} needs colour images; use data.channels=3 or data.augment=none"
             )
+        if self.mix is not None:
+            _require_shares(self.mix, self.name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -88,9 +96,30 @@ class DataConfig(Section):
         return self.folder / f"{self.name}{SUFFIX}"
 
     @property
+    def mixed(self) -> list["DataConfig"]:
+        """Return the training sets of the mixture, this one first."""
+        others = [name for name in self.mix or () if name != self.name]
+        return [self, *(self._beside(name) for name in others)]
+
+    def _beside(self, where: str) -> "DataConfig":
+        folder, _, name = where.rpartition("/")
+        root = self.root if not folder else folder if is_remote(where) else str(self.folder / folder)
+        return replace(self, name=name, root=root, train=f"{name}-train-*.tar", mix=None)
+
+    @property
     def folder(self) -> Path:
         """Return the root if it is a folder of this machine. Raises UserError for a home that does not exist."""
         return _expanded(self.root)
+
+
+def _require_shares(mix: Mapping[str, float], name: str) -> None:
+    """Raise UserError unless the shares are of sets with names, the set `name` among them, and sum to 1."""
+    for where in mix:
+        require_name(where.rpartition("/")[2], "a name in data.mix")
+    if name not in mix:
+        raise UserError(f"data.mix has no share of {name}, the run's own data; add {name}: SHARE")
+    if not isclose(total := sum(mix.values()), 1, abs_tol=1e-6):
+        raise UserError(f"the shares of data.mix sum to {total:.6g}; let them sum to 1")
 
 
 def require_name(name: object, key: str) -> None:
@@ -135,7 +164,7 @@ def require_kind(data: DataConfig, options: Mapping[str, Any], name: str) -> Non
 
 
 def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:
-    """Return the data that a file from elsewhere describes, restricted to a local folder without a cache.
+    """Return the data that a file from elsewhere describes, restricted to a local folder without a cache or a mixture.
 
     A cache would be written where the file says. If `trusted`, a URL and a cache are allowed too, but never a command.
 
@@ -150,7 +179,7 @@ def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:
         raise UserError(
             f"data.root={config.root[:200]} is a remote place that {where} names; {own}, or trust_data=true"
         )
-    return config if trusted else replace(config, cache=None)
+    return replace(config, mix=None, cache=config.cache if trusted else None)
 
 
 def _is_text(value: object) -> bool:

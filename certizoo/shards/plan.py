@@ -8,11 +8,17 @@ if there are few shards.) A part is read in the order
 
 no sample moves by more than REACH places, so shards are read one after another, and the n-th sample is known without
 reading the ones before it. If other ranks read the beginning of an epoch, what they left is the line of the rest.
+
+In the line of a mixture, the j-th of the n_i samples of set i has the key (j + 1/2) / n_i, and the line is sorted by
+keys: each stretch has every set in its share, up to one sample a set. Set i goes on in each epoch where the one before
+it left off, so its position, e n_i + j, is a function of epoch and place. An epoch is one pass through the first set.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -41,14 +47,33 @@ class Segment(NamedTuple):
 
 def steps_per_epoch(shard_set: ShardSet, batch_size: int, world_size: int = 1) -> int:
     """Return ceil(N / (world_size batch_size)), the number of batches on every rank."""
-    return math.ceil(shard_set.samples / (world_size * batch_size))
+    return math.ceil(sum(shard_set.quotas) / (world_size * batch_size))
 
 
 # the line ------------------------------------------------------------------------------------------------------------
 
 
-def epoch_line(counts: Sequence[int], seed: int) -> Places:
-    """Return all samples, numbered in file order, by shards in the order of the seed."""
+def epoch_line(shard_set: ShardSet, seed: int, epoch: int, repeats: int = 1) -> Places:
+    """Return the samples of an epoch, numbered in file order.
+
+    A sample that is drawn again has N (the number of all samples), 2 N, ... added to its number, so that its view
+    differs.
+    """
+    lines, begin = [], 0
+    for counts, quota in zip(shard_set.counts_by_set, shard_set.quotas, strict=True):
+        distinct = math.ceil(quota / repeats)
+        passes, places = np.divmod(np.arange(epoch * distinct, (epoch + 1) * distinct), sum(counts))
+        orders = {each: set_line(counts, mix(seed, each)) for each in range(passes[0], passes[-1] + 1)}
+        line = begin + np.concatenate([orders[each][places[passes == each]] for each in orders])
+        copies = (passes - passes[0])[:, None] * repeats + np.arange(repeats)
+        lines.append((line[:, None] + shard_set.samples * copies).reshape(-1)[:quota])
+        begin += sum(counts)
+    keys = np.concatenate([(np.arange(len(line)) + 0.5) / len(line) for line in lines])
+    return np.concatenate(lines)[np.argsort(keys, kind="stable")]
+
+
+def set_line(counts: Sequence[int], seed: int) -> Places:
+    """Return all samples of one set, numbered in file order, by shards in the order of the seed."""
     ends = np.cumsum(counts)
     order = np.random.default_rng(seed).permutation(len(counts))
     return np.concatenate([np.arange(ends[shard] - counts[shard], ends[shard]) for shard in order])
@@ -89,14 +114,14 @@ def rest(line: Places, whole: Reading, done: Reading, seed: int) -> Places:
 
     It is never longer than what is still to be drawn, so that every sample of the epoch is used.
     """
-    left = np.ones(line.max() + 1, dtype=bool)
+    left = np.ones(len(line), dtype=bool)
     for rank in range(whole.ranks):
         for worker in range(whole.workers):
             own = own_batches(done, worker) * whole.batch_size
-            mine = part(line, whole, rank, worker) if own else line[:0]
+            mine = part(np.arange(len(line)), whole, rank, worker) if own else line[:0]
             for places in turns(len(mine), 0, own, worker_seed(seed, rank, worker)) if own else ():
                 left[mine[places]] = False
-    remaining = line[left[line]]
+    remaining = line[left]
     return remaining if len(remaining) else line
 
 
@@ -109,11 +134,12 @@ def worker_seed(seed: int, rank: int, worker: int) -> int:
 
 
 def segments(shard_set: ShardSet, places: Places) -> list[Segment]:
-    """Return the segments that contain the places, which are in the order of a line."""
+    """Return the segments that contain the places, which are in the order of one set's line."""
     ends = np.cumsum(shard_set.counts)
     numbers = np.searchsorted(ends, places, side="right")
+    cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) < 0)) + 1  # places fall where a pass begins again
     found = []
-    for own in np.split(places, np.flatnonzero(np.diff(numbers)) + 1) if len(places) else ():
+    for own in np.split(places, cuts) if len(places) else ():
         shard = int(np.searchsorted(ends, own[0], side="right"))
         total, begins = shard_set.counts[shard], shard_set.begins[shard] if shard_set.begins else ()
         found.append(Segment(shard_set.paths[shard], (own - (ends[shard] - total)).tolist(), total, begins))
@@ -128,7 +154,7 @@ def entries(source: Iterable[Segment]) -> Iterator[Entry]:
         wanted = iter(segment.wanted)
         sought = next(wanted)
         for entry in walk(segment.path, file, segment.begins[block] if segment.begins else 0):
-            if seen == sought:
+            while seen == sought:  # more than once with repeated augmentation
                 yield entry
                 sought = next(wanted, -1)
             seen += 1
@@ -139,6 +165,19 @@ def entries(source: Iterable[Segment]) -> Iterator[Entry]:
                 f"{segment.path} holds {seen} samples instead of {segment.total}; "
                 "write the shards again, or run `certizoo shards index` on their folder"
             )
+
+
+def line_entries(shard_set: ShardSet, line: Places) -> Iterator[Entry]:
+    """Iterate over the samples of a line, unread. The sets of a mixture are read side by side."""
+    copies, places = np.divmod(line, shard_set.samples)
+    ends = np.cumsum([sum(counts) for counts in shard_set.counts_by_set])
+    owners = np.searchsorted(ends, places, side="right")
+    streams = [entries(segments(shard_set, places[owners == owner])) for owner in range(len(ends))]
+    for owner, copy in zip(owners.tolist(), copies.tolist(), strict=True):
+        entry = next(streams[owner])
+        yield replace(entry, copy=copy) if copy else entry
+    for stream in streams:  # the end of the last shard is checked too
+        deque(stream, 0)
 
 
 def rearranged(order: Sequence[int], numbered: Iterator[tuple[int, Entry]]) -> Iterator[Entry]:

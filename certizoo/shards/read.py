@@ -33,6 +33,7 @@ from certizoo.shards.plan import (
     Places,
     entries,
     epoch_line,
+    line_entries,
     own_batches,
     part,
     rearranged,
@@ -131,7 +132,7 @@ class TrainStream(Stream):
     def line(self, epoch: int) -> Places:
         """Return the line of the epoch, or its rest after `before`."""
         seed = mix(self.seed, epoch)
-        line = epoch_line(self.shard_set.counts, seed)
+        line = epoch_line(self.shard_set, self.seed, epoch, self.config.repeats)
         left = self.per_epoch * self.world_size * self.batch_size
         for done in self.before if epoch == self.epochs.start else ():
             whole = done._replace(batches=left // (done.ranks * done.batch_size))
@@ -141,7 +142,7 @@ class TrainStream(Stream):
     def samples(self, mine: Places, places: Places) -> Iterator[Sample | SampleError]:
         """Iterate over samples of a part in the order of these places in it; shards are read one after another."""
         rising = np.sort(places)
-        numbered = zip(rising.tolist(), entries(segments(self.shard_set, mine[rising])), strict=True)
+        numbered = zip(rising.tolist(), line_entries(self.shard_set, mine[rising]), strict=True)
         return loaded(rearranged(places.tolist(), numbered), self.config.num_classes)
 
 

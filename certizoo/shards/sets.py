@@ -7,6 +7,7 @@ import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from certizoo import UserError
@@ -32,6 +33,7 @@ class ShardSet:
 
     `counts` are the samples per shard, `histogram` the samples per label (0 .. num_classes - 1), `digest` the sha256
     over the list of (file, bytes, sha256 or null). `begins` are the first bytes of a shard's blocks, if they are known.
+    Shards of a mixture's sets follow each other; `sets` are the number of shards and the share of each.
     """
 
     paths: tuple[Shard, ...]
@@ -40,10 +42,24 @@ class ShardSet:
     histogram: tuple[int, ...]
     digest: str
     begins: tuple[tuple[int, ...], ...] = ()
+    sets: tuple[tuple[int, float], ...] = ()
 
     @property
     def samples(self) -> int:
         return sum(self.counts)
+
+    @property
+    def counts_by_set(self) -> list[tuple[int, ...]]:
+        """Return the samples per shard of each set."""
+        ends = list(accumulate(shards for shards, _ in self.sets or [(len(self.counts), 1.0)]))
+        return [self.counts[start:end] for start, end in pairwise([0, *ends])]
+
+    @property
+    def quotas(self) -> list[int]:
+        """Return how many samples of each set an epoch draws: all of the first, of others in proportion."""
+        first, *others = [share for _, share in self.sets] or [1.0]
+        base = sum(self.counts_by_set[0])
+        return [base, *(max(round(base * share / first), 1) for share in others)]
 
 
 def find(config: DataConfig, split: str) -> ShardSet:
@@ -57,6 +73,13 @@ def find(config: DataConfig, split: str) -> ShardSet:
     pattern = getattr(config, split)
     if Path(pattern).name != pattern or "**" in pattern:
         raise UserError(f"data shards {pattern!r}: not a glob of file names; give the folder as data.root")
+    if split == "train" and config.mix:
+        shares = [config.mix[config.name], *(share for name, share in config.mix.items() if name != config.name)]
+        return _mixture([_found(each, split) for each in config.mixed], shares)
+    return _found(config, split)
+
+
+def _found(config: DataConfig, split: str) -> ShardSet:
     source = source_of(config)
     paths: Sequence[Shard]
     paths, infos = _local(config, split) if source is None else _remote(source, config, split)
@@ -67,6 +90,20 @@ def find(config: DataConfig, split: str) -> ShardSet:
         histogram=_histogram(paths, infos, config.num_classes),
         digest=_digest(infos),
         begins=tuple(tuple(block.begin for block in info.blocks) for info in infos),
+    )
+
+
+def _mixture(found: Sequence[ShardSet], shares: Sequence[float]) -> ShardSet:
+    """Return all shards as one set."""
+    digests = [[one.digest, share] for one, share in zip(found, shares, strict=True)]
+    return ShardSet(
+        paths=tuple(path for one in found for path in one.paths),
+        counts=tuple(count for one in found for count in one.counts),
+        num_classes=found[0].num_classes,
+        histogram=tuple(map(sum, zip(*(one.histogram for one in found), strict=True))),
+        digest=hashlib.sha256(json.dumps(digests).encode()).hexdigest(),
+        begins=tuple(begins for one in found for begins in one.begins),
+        sets=tuple((len(one.counts), share) for one, share in zip(found, shares, strict=True)),
     )
 
 

@@ -63,13 +63,17 @@ class SampleError(UserError):
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded image, or a sentence, and its label. `where`, 'SHARD: sample KEY', starts every error about it."""
+    """An encoded image, or a sentence, and its label. `where`, 'SHARD: sample KEY', starts every error about it.
+
+    `copy` counts how often the epoch has drawn it before; the view depends on it.
+    """
 
     where: str
     key: str
     label: int
     image: bytes
     extension: str = ""
+    copy: int = 0
 
     def pixels(self, channels: int) -> Pixels:
         """Return the decoded image (H, W, `channels`). Raises `SampleError`."""
@@ -113,6 +117,7 @@ class Entry:
     key: str
     parts: dict[str, tarfile.TarInfo]
     opened: OpenShard
+    copy: int = 0
 
     @property
     def where(self) -> str:
@@ -174,7 +179,8 @@ class Entry:
     def load(self, num_classes: int | None) -> Sample:
         extension = self.extension
         most = MAX_TEXT_BYTES if extension == TEXT else MAX_MEMBER_BYTES
-        return Sample(self.where, self.key, self.label(num_classes), self.read(extension, most), extension)
+        label, data = self.label(num_classes), self.read(extension, most)
+        return Sample(self.where, self.key, label, data, extension, self.copy)
 
 
 class Header(tarfile.TarInfo):

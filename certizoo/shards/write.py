@@ -5,7 +5,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torchvision.transforms.v2 import functional as F
 from certizoo import UserError
 from certizoo.files import whole_file
 from certizoo.images import MAX_PIXELS, ImageError, flattened, picture
+from certizoo.progress import Progress, silent
 from certizoo.shards import manifest
 from certizoo.shards.config import require_name
 from certizoo.shards.manifest import ShardInfo
@@ -29,12 +30,6 @@ EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MP
 MAX_SOURCE_PIXELS = 170_000_000  # with `resize`; Pillow itself stops at 179 million
 MEND_FILE = "repair or remove the file"
 JPEG_QUALITY = 95
-
-Track = Callable[[Iterable[int], int], Iterable[int]]  # (numbers, how many) -> numbers, for a progress bar
-
-
-def _silent(numbers: Iterable[int], total: int) -> Iterable[int]:
-    return numbers
 
 
 def write(
@@ -48,7 +43,7 @@ def write(
     resize: int | None = None,
     class_names: list[str] | None = None,
     overwrite: bool = False,
-    track: Track = _silent,
+    progress: Progress = silent,
 ) -> Path:
     """Write `{name}-{split}-{000000..}.tar` into `root`, list them in `{name}.json`, return its path.
 
@@ -72,15 +67,15 @@ def write(
     path_of_manifest = root / f"{name}.json"
     manifest.save(path_of_manifest, others, names)  # until the end, new shards are unlisted and thus refused
     infos = []
-    ticks = iter(track(range(len(order)), len(order)))
     for number, first in enumerate(range(0, len(order), per_shard)):
         path = root / f"{name}-{split}-{number:06d}.tar"
         members = (
             _sample(source[index], f"{name}-{split}-{place:08d}", resize)
-            for place, index, _ in zip(range(first, len(order)), order[first : first + per_shard], ticks, strict=False)
+            for place, index in zip(range(first, len(order)), order[first : first + per_shard], strict=False)
         )
         infos.append(_write_shard(path, members))
         old.discard(path)
+        progress(min(first + per_shard, len(order)), len(order))
     for path in old:
         path.unlink()
     manifest.save(path_of_manifest, [*others, *infos], names)

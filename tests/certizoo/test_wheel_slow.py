@@ -13,6 +13,7 @@ from PIL import Image
 
 from certizoo.ports import free_port
 from tests.tools.launching import ROOT, environment
+from tests.tools.snippets import snippets
 
 pytestmark = pytest.mark.slow
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
@@ -110,3 +111,28 @@ def test_a_training_by_the_launcher_ends_in_a_hand_over(program: Path, empty: Pa
     assert (empty / "runs" / "short" / "handover" / "model.safetensors").is_file()
     assert (empty / "runs" / "short" / "certificate" / "report.html").is_file()
     assert os.listdir(empty / "runs") == ["short"]
+
+
+def test_a_package_adds_one_of_each_without_a_fork(program: Path, empty: Path) -> None:
+    """The package of docs/howto/my_package.md, in an environment of its own."""
+    for block in snippets("my_package.md", (ROOT / "docs" / "howto" / "my_package.md").read_text()):
+        if block.file:
+            (empty / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (empty / block.file).write_text(block.text)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", program.parent / "python")
+    done(*pip, "install", "--no-deps", "--no-index", "--no-build-isolation", empty / "mine", cwd=empty)
+    try:
+        assert "Warm" in done(program, "zoo", "show", "warm_vit_ti", cwd=empty)
+        done(program, "shards", "digits", "data/digits", cwd=empty)
+        short = ("model.embed_dim=16", "model.depth=2", "model.num_heads=2", "model.patch_size=4", "train.max_steps=3",
+                 "model.global_pool=avg", "registry.enabled=false", "certify.images=5", "certify.attack.steps=2",
+                 "certify.method=adjoint", "name=warm")  # fmt: skip
+        flags = ("--num_gpus", "1", f"--master_port={free_port()}")
+        words = ("+model=warm_vit_ti", "data=digits", "objective.name=smooth", *short)
+        done(program, "train", *flags, "adv_train", *words, cwd=empty)
+        given = ("handover=runs/warm/handover", "protocol=noise", "images=5", "out=attacked")
+        done(program, "certify", "evaluate", *given, cwd=empty)
+        assert "noise" in (empty / "attacked" / "evaluation.json").read_text()
+        assert "warm" in done(program, "tune", "--help", cwd=empty)
+    finally:
+        done(*pip, "uninstall", "--yes", "certizoo-mine", cwd=empty)

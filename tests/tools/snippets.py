@@ -36,7 +36,7 @@ MARK = re.compile(
     r"|file: (?P<file>\S+)"
 )
 RUN = {"sh", "python"}
-SHOWN = {"text", "yaml"}  # blocks of output and files
+SHOWN = {"text", "toml", "yaml"}  # blocks of output and files
 ANSWER_SECONDS = 60.0
 
 

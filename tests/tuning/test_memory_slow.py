@@ -46,6 +46,26 @@ def test_a_node_without_memory_ends_trials_and_not_the_search(tmp_path: Path, mo
     assert "page: " in output
 
 
+def test_as_many_trials_run_at_once_as_the_doctor_finds_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of 4 CPUs with memory for one trial of some 0.4 GiB, and not for two."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the loopback only
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 4, "memory": 700 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        status, output = finish(begin(tmp_path, *SEARCH, "--num-samples", "2", *SHORT), tmp_path, 600)
+    finally:
+        cluster.shutdown()
+    assert status == 0, output
+    assert "a trial reserves 0." in output
+    assert "2 trials, 1 concurrent" in output
+
+
 def test_a_trial_killed_for_memory_goes_on_with_fewer_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

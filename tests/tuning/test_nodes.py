@@ -1,5 +1,6 @@
 """Placement of trials on a cluster's nodes, and the reason why a search waits; real nodes: test_spanning_slow.py."""
 
+from dataclasses import replace
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +8,12 @@ from typing import Any
 import pytest
 
 from certizoo import UserError
+from certizoo.config.compose import compose_config
+from tuning import __main__ as tune
 from tuning import spaces
 from tuning.live import Board
+
+DEFAULTS = compose_config("tune", [])
 
 
 @pytest.mark.parametrize(
@@ -89,3 +94,31 @@ def test_a_place_that_cannot_be_written_is_one_line(place: str) -> None:
 
     with pytest.raises(UserError, match=f"--storage {place} cannot be written"), nodes._marked(place):
         pass
+
+
+@pytest.mark.parametrize(
+    ("said", "node", "reserves", "text"),
+    [
+        ("warning\n3000", 16000, 6000, "a trial reserves"),  # two ranks
+        ("3000", 4000, 4000, "a trial reserves"),  # an estimate refuses no trial
+        ("", 16000, None, "is unknown (data.root: no shards)"),
+        ("3000", 0, None, ""),  # a node that does not say
+    ],
+)
+def test_a_trial_reserves_what_the_doctor_estimates(
+    said: str, node: int, reserves: int | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuning import memory, nodes
+
+    answer = SimpleNamespace(returncode=0 if said else 2, stdout=said, stderr="data.root: no shards\n")
+    monkeypatch.setattr(memory.subprocess, "run", lambda *words, **options: answer)
+    monkeypatch.setattr(memory.ray, "nodes", lambda: [{"Resources": {"CPU": 8, "memory": node}, "Alive": True}])
+    asked = replace(
+        tune.new_search(tune.parser(DEFAULTS).parse_args(["--space", "msvp"]), DEFAULTS), resources={"CPU": 2}
+    )
+    found, line = memory.reserved(asked)
+    assert text in line
+    assert found.resources.get("memory") == reserves
+    assert nodes.at_once(found) == (min(4, node // reserves) if reserves else 4)
+    for own in ({"CPU": 2, "memory": 1}, {"GPU": 1}):
+        assert memory.reserved(replace(asked, resources=own))[0].resources == own

@@ -4,11 +4,9 @@ PostgreSQL is Debian's, started here on a free port of the loopback, with a pass
 """
 
 import os
-import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from certizoo.ports import free_port
 from certizoo.processes import end_group
 from certizoo.registry import browse, publish, runs, store
 from tests.tools.launching import ROOT
+from tests.tools.postgres import BINARIES, postgres
 from tests.tools.registry_writer import STEPS
 from tests.tools.tuning_runs import alive
 from tuning import server
@@ -28,35 +27,12 @@ from tuning.trial import PATIENCE_SECONDS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 WRITERS, RUNS, PUBLISHED = 8, 25, 2
-BINARIES = Path("/usr/lib/postgresql")
 
 
 @pytest.fixture
 def database() -> Iterator[str]:
-    """Yield the URI of an empty database."""
-    binaries = sorted(BINARIES.glob("*/bin"))
-    if not binaries or os.geteuid() != 0:
-        pytest.skip(
-            "needs Debian's postgresql (/usr/lib/postgresql/*/bin) and root, who becomes `postgres` to start it"
-        )
-    folder, port, password = Path(tempfile.mkdtemp(prefix="pg")), free_port(), secrets.token_hex(8)
-    (folder / "password").write_text(password)
-    shutil.chown(folder, "postgres")
-    shutil.chown(folder / "password", "postgres")
-
-    def run(program: str, *arguments: str) -> None:
-        command = ["runuser", "-u", "postgres", "--", str(binaries[-1] / program), *arguments]
-        subprocess.run(command, check=True, timeout=120, cwd=folder, stdout=subprocess.DEVNULL)
-
-    data = str(folder / "data")
-    run("initdb", "-D", data, "-A", "scram-sha-256", "--pwfile", str(folder / "password"))
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder} -c fsync=off"
-    run("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", options, "start")
-    try:
-        yield f"postgresql+psycopg://postgres:{password}@127.0.0.1:{port}/postgres"
-    finally:
-        run("pg_ctl", "-D", data, "-m", "immediate", "stop")
-        shutil.rmtree(folder)
+    with postgres() as uri:
+        yield uri
 
 
 def start(uri: str, port: int, log: Path) -> "subprocess.Popen[bytes]":

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from certizoo import UserError
+from certizoo import UserError, progress
 from certizoo.config.compose import CONFIGS, compose_config
 from certizoo.files import disk_errors
 from certizoo.registry import credentials
@@ -26,6 +26,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT
 from trainers.job import checkpoint
+from trainers.steps.report import Report
 from tuning import __main__ as tune
 from tuning import closing, objectives, search, spaces, trial
 from tuning.live import Board, Line
@@ -459,6 +460,19 @@ def test_files_of_a_search(tmp_path: Path, name: str, metric: tuple[str, ...]) -
     assert page.count("data:image/png;base64") == 2
     assert "loss is &lt;nan&gt;" in page
     assert "4 of 4 trials" in str(board.table().title)
+
+
+def test_a_log_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Also while no trial ends; rows of a training and its evaluation do the same."""
+    board, report = Board(spaces.load("msvp"), ["clean_acc"], 9, 12), Report(Path(), 100, enabled=True)
+    board.lines["t_1"] = Line("running", figures={"clean_acc": 0.5})
+    for seconds, wanted in ((60.0, ""), (0.0, "0 of 9 trials ended, 1 running; best clean_acc 50.0%\nstep 7/100 ")):
+        monkeypatch.setattr(progress, "LINE_SECONDS", seconds)
+        board.alive()
+        report.advance(7)
+        printed = capsys.readouterr().out
+        assert printed.startswith(wanted)
+        assert bool(printed) == bool(wanted)
 
 
 def test_the_board_of_a_long_search_shows_the_best() -> None:

@@ -3,6 +3,7 @@
     python -m trainers.doctor
     python -m trainers.doctor +model=spec_vit_b data=cifar10 deepspeed=zero2
     python -m trainers.doctor trainers/constrain.py +model=l2_deit_ti pretrained=WEIGHTS
+    python -m trainers.doctor --bytes +model=spec_vit_b data=cifar10     # only the estimated bytes of a rank
 
 The arguments are those of the `deepspeed` command; without a script they are for trainers/adv_train.py. The doctor
 raises the same errors as the script (trainers/job/prepare.py), and neither trains nor writes. Exit status: 1 if
@@ -47,6 +48,11 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{__doc__}\n{config_help('python -m trainers.doctor', 'adv_train', TrainerKeys)}")
         return 0
     os.environ.setdefault("WORLD_SIZE", str(ranks_here()))
+    if argv[:1] == ["--bytes"]:
+        config, libraries = compose_config(*command(argv[1:])), psutil.Process().memory_info().rss
+        job = prepare_first(config)
+        sys.stdout.write(f"{needed_by(job, estimate(job, ranks.world_size()), libraries)}\n")
+        return 0
     findings = list(machine(ranks.world_size()))
     findings += configured(argv) if argv else [registry(None), disk(Path("runs"), 0)]
     Console(highlight=False, markup=False).print(table(findings))
@@ -105,11 +111,10 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     yield Finding("model", f"{need.parameters / 1e6:.2f} M parameters")
     yield Finding(f"ZeRO {job.deepspeed.stage}", f"a rank holds {held}")
     yield Finding("activations", f"about {size(need.activations)} per rank (an estimate)")
+    needed = needed_by(job, need, libraries)
     if torch.cuda.is_available():
-        needed = need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
         free = torch.cuda.mem_get_info()[0]
     else:
-        needed = need.a_rank + libraries
         free = psutil.virtual_memory().available // min(ranks.world_size(), ranks_here())
     text = (
         f"about {size(needed)} per rank (an estimate; libraries on a CPU {size(libraries)}); {size(free)} free per rank"
@@ -118,6 +123,13 @@ def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     yield Finding("memory", text, needed <= free, fix)
     kept = f"{job.train.keep_checkpoints} kept, one being written, and the hand-over"
     yield Finding("checkpoints", f"{size(need.checkpoint)} each; {kept}: {size(need.disk)}")
+
+
+def needed_by(job: Job, need: Estimate, libraries: int) -> int:
+    """Return the bytes of a rank: those on its GPU, or without GPUs in memory."""
+    if torch.cuda.is_available():
+        return need.a_rank - (need.states if job.deepspeed.offload_optimizer else 0)
+    return need.a_rank + libraries
 
 
 def loaders(job: Job) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ TAG, DIGEST = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}")
 # Keys that may change between a run and its continuation: the weights do not depend on them.
 FREE = (
     "name", "run_dir", "resume", "certify", "registry", "data.root", "data.test", "data.verify",
-    "data.cache", "data.cache_gb", "data.timeout",
+    "data.cache", "data.cache_gb", "data.timeout", "data.mix",  # the shares are in the shards' digest
     "train.eval_images", "train.certify_images", "train.certify_every", "train.certify_eps", "train.certify_seconds",
     "train.log_every", "train.checkpoint_every", "train.checkpoint_epochs", "train.keep_checkpoints",
     "train.log_to", "train.profile", "deepspeed.timeout_minutes",

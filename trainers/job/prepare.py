@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-from certizoo import UserError
+from certizoo import UserError, plugins
 from certizoo.attacks import AttackConfig
 from certizoo.config.schema import section_of, typed_values
 from certizoo.registry import store
@@ -48,6 +48,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     Args:
         source_exists: False if an earlier stage has yet to create the file that `pretrained` names.
     """
+    plugins.load()
     config = typed_values(TrainerKeys, config)
     saved = _saved(Path(config["run_dir"]), config["resume"])
     config, lines = resolve_auto(config, ranks.world_size(), saved)

@@ -32,6 +32,7 @@ from trainers.ranks import said_once
 from trainers.settings import TrainConfig
 from trainers.steps import certify_probe, nan_batch, pictures
 from trainers.steps.monitor import evaluate, monitor_batches
+from trainers.steps.report import Report
 from trainers.steps.run import Run, assemble, batches_from
 from trainers.steps.step import Batch, NonFinite, train_step
 from trainers.weights import handover, saving
@@ -166,6 +167,13 @@ def micro_batches(run: Run, position: Position) -> Iterator[Batch]:
     return iter(batches_from(run, position, epochs=math.ceil(steps / run.steps_per_epoch)))
 
 
+def telling(report: Report, batches: Iterable[T]) -> Iterator[T]:
+    """Iterate over the batches of an evaluation; a log gets a line now and then."""
+    for done, batch in enumerate(batches):
+        report.alive(f"evaluating: {done} batches done")
+        yield batch
+
+
 def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
     """Return clean and robust accuracy on train.eval_images test images, and certified shares of train.certify_images.
 
@@ -175,7 +183,8 @@ def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
     if job.test_set is not None and job.train.eval_images:
         with run.engine.precision():  # for monitoring only; the hand-over is attacked and certified in float32
             batches = session.with_heartbeats(monitor_batches(job, run.engine.micro_batch, world))
-            metrics = evaluate(session.module, batches, job.attack, job.seed, world)
+            told = telling(run.report, batches)
+            metrics = evaluate(session.module, told, job.attack, job.seed, world, job.data.num_classes)
     metrics |= certify_probe.probe(job, run.engine, session.average, epoch)
     if metrics:
         run.report.row(step, epoch, metrics)

@@ -1,5 +1,6 @@
 """Clean and robust accuracy on the first test images, counted over all ranks. Legend: images_BCHW, labels_B."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
@@ -14,6 +15,7 @@ from trainers.job.job import Job
 from trainers.seeds import seed_of
 from zoo.models.sentences import by_length
 
+log = logging.getLogger(__name__)
 Batch = tuple[list[str], Tensor, Tensor]
 BLANK = ""  # key of an image that does not count
 LEAST_STEPS = 10  # a model trained on few attack steps may look robust to few steps only (catastrophic overfitting)
@@ -25,21 +27,28 @@ def evaluate(
     attack: AttackConfig,
     seed: int,
     world: World,
+    num_classes: int,
 ) -> dict[str, float]:
-    """Return {"clean_acc", "pgd_acc", "eval_images"}. Collective; leaves eval mode on.
+    """Return {"clean_acc", "pgd_acc", "eval_images"}, and the accuracies of the classes with the lowest ones.
 
-    The attack takes at least 10 steps. An image's start depends on its key, not on its rank or batch.
+    The rank's log gets the accuracies of all classes. Collective; leaves eval mode on. The attack takes at least 10
+    steps. An image's start depends on its key, not on its rank or batch.
     """
     attack, module = attack.stronger(LEAST_STEPS), module.eval()
-    counts_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
+    counts_3K = torch.zeros(3, num_classes, dtype=torch.float64, device=world.device)
     for keys, images_BCHW, labels_B in as_taken(module, batches, world):
         draws = [Generator().manual_seed(seed_of(seed, "evaluate", key)) for key in keys or [BLANK]]
         adversarial_BCHW = attack.run(module, images_BCHW, labels_B, draws)
-        right = [correct(module, x_BCHW, labels_B).sum() for x_BCHW in (images_BCHW, adversarial_BCHW)]
+        right = [correct(module, x_BCHW, labels_B) for x_BCHW in (images_BCHW, adversarial_BCHW)]
         if keys:  # a batch without keys only keeps the ranks synchronised
-            counts_3 += torch.stack([torch.tensor(len(keys), device=world.device), *right])
-    images, clean, robust = world.sums(counts_3).tolist()
-    return {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images}
+            counts_3K.index_add_(1, labels_B, torch.stack([torch.ones_like(right[0]), *right]).to(counts_3K))
+    counts_3K = world.sums(counts_3K)
+    images, clean, robust = counts_3K.sum(1).tolist()
+    by_class_2K = (counts_3K[1:] / counts_3K[0])[:, counts_3K[0] > 0]
+    for name, shares in zip(("clean", "attacked"), by_class_2K.tolist(), strict=True):
+        log.info("%s accuracy by class: %s", name, " ".join(f"{share:.3f}" for share in shares))
+    least = dict(zip(("worst_class_clean_acc", "worst_class_pgd_acc"), by_class_2K.amin(1).tolist(), strict=True))
+    return {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images, **least}
 
 
 def as_taken(module: nn.Module, batches: Iterable[Batch], world: World) -> Iterator[Batch]:

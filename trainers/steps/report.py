@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from certizoo import UserError
 from certizoo.files import write_whole
+from certizoo.progress import Pulse
 from certizoo.registry.run_folder import ROWS, now
 from certizoo.registry.system import SystemMetrics
 from certizoo.registry.track import Tracker
@@ -32,11 +33,12 @@ class Report:
         run_dir: Path,
         total_steps: int,
         enabled: bool,
+        utilisation: Callable[[float], Row] = lambda images_per_s: {},
         tracker: Tracker | None = None,
         sinks: Sequence[Callable[[int], Sink]] = (),
     ) -> None:
         self.path, self.total, self.enabled, self.tracker = run_dir / ROWS, total_steps, enabled, tracker
-        self._openers, self._sinks = sinks, list[Sink]()
+        self._openers, self._sinks, self._utilisation = sinks, list[Sink](), utilisation
         self.system = SystemMetrics() if tracker else None
         self.console = Console(highlight=False, markup=False)
         self._progress = Progress(
@@ -45,6 +47,7 @@ class Report:
             console=self.console, disable=not (enabled and self.console.is_terminal),
         )  # fmt: skip
         self._task = self._progress.add_task("training", total=total_steps, note="")
+        self._pulse = Pulse()
         self._since, self._waited = (time.monotonic(), 0), 0.0
         self._began = (time.monotonic(), 0)
         self._newest: Row = {}
@@ -79,11 +82,18 @@ class Report:
     def say(self, text: str) -> None:
         """Print a line."""
         if self.enabled:
+            self._pulse.printed()
             self.console.print(text, soft_wrap=True, markup=False)
+
+    def alive(self, text: str) -> None:
+        """Print a line in a log that has been silent for some seconds."""
+        if not self.console.is_terminal and self._pulse.due:
+            self.say(text)
 
     def advance(self, step: int) -> None:
         """Advance the bar."""
         self._progress.update(self._task, completed=step)
+        self.alive(f"step {step}/{self.total}  eta {self._left(step)}")
 
     def awaited(self, batches: Iterator[T]) -> Iterator[T]:
         """Iterate over the batches and measure the time spent waiting for each."""
@@ -98,13 +108,14 @@ class Report:
     def pace(self, step: int, batch_size: int) -> Row:
         """Return images per second and the share of time spent waiting for images, since the last call.
 
-        On a GPU also the highest memory in use so far.
+        On a GPU also the highest memory in use so far, and the share of the device's peak (utilisation.py).
         """
         (then, before), now = self._since, time.monotonic()
         passed, waited = max(now - then, 1e-9), self._waited
         self._since, self._waited = (now, step), 0.0
         peak = {"gpu_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
-        return {"images_per_s": (step - before) * batch_size / passed, "loader_wait": min(waited / passed, 1.0), **peak}
+        rate = (step - before) * batch_size / passed
+        return {"images_per_s": rate, "loader_wait": min(waited / passed, 1.0), **self._utilisation(rate), **peak}
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
         """Write one line of metrics.jsonl, which MLflow gets as well; the bar shows the newest values."""

@@ -19,6 +19,7 @@ from trainers.engine.world import World
 from trainers.job import checkpoint
 from trainers.job.checkpoint import Position, Saved
 from trainers.job.job import Job
+from trainers.job.utilisation import meter
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
 from trainers.steps.sinks import SINKS
@@ -88,7 +89,7 @@ def assemble(job: Job, world: World) -> Run:
         write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
     sinks = [partial(SINKS[name], job) for name in job.train.log_to if world.rank == 0]
-    report = Report(job.run_dir, job.total_steps, enabled=world.rank == 0, tracker=tracker, sinks=sinks)
+    report = Report(job.run_dir, job.total_steps, world.rank == 0, meter(job, world.size), tracker, sinks)
     return Run(job, built, report, job.steps_per_epoch, job.total_steps, penalties)
 
 

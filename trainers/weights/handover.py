@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
@@ -17,6 +16,7 @@ from certizoo import UserError, __version__
 from certizoo.commit import git_commit
 from certizoo.documents import read_json
 from certizoo.files import write_whole
+from certizoo.progress import progress_bar
 from certizoo.registry import credentials
 from certizoo.shards.config import TEXT
 from certizoo.text import plain
@@ -92,12 +92,7 @@ def _certified(job: Job, folder: Path, out: Path, console: Console) -> dict[str,
     from certify.stage import run as stage  # imported here because it needs pandas, which training ranks do not use
 
     try:
-        with Progress(*Progress.get_default_columns(), console=console) as bar:
-            task = bar.add_task("certifying", total=None)
-
-            def progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
+        with progress_bar("certifying", console) as progress:
             return stage.run(folder, job.data, certify_settings(job), out, progress)
     except UserError as error:
         raise UserError(f"training is complete, but the hand-over {folder} could not be certified: {error}") from None

@@ -14,12 +14,20 @@ from types import MappingProxyType
 
 from torch import nn
 
+from certizoo import plugins
+
 Attention = Callable[..., nn.Module]
+VARIANTS: dict[str, Attention] = {}  # other packages add theirs here (certizoo/plugins.py)
+
+
+def variants() -> dict[str, Attention]:
+    """Return all variants by name, in the order of their files, then those of other packages."""
+    plugins.load()
+    return {**_own(), **VARIANTS}
 
 
 @cache
-def variants() -> Mapping[str, Attention]:
-    """Return all variants by name, in the order of their files."""
+def _own() -> Mapping[str, Attention]:
     found: dict[str, Attention] = {}
     for info in pkgutil.iter_modules(__path__):
         found.update(getattr(importlib.import_module(f"{__name__}.{info.name}"), "VARIANTS", {}))

@@ -69,11 +69,12 @@ def test_the_monitors_attack_starts_where_the_key_says(cut: list[int]) -> None:
     world: Any = Alone()
     world.device = torch.device("cpu")
     attack: Any = Start()
-    found = evaluate(nn.Flatten(), batches, attack, 0, world)
+    found = evaluate(nn.Flatten(), batches, attack, 0, world, 100)
     assert found["eval_images"] == 8
+    assert found["worst_class_clean_acc"] <= found["clean_acc"]
     again: list[float] = []
     for key, images_BCHW, label in zip(batches[0][0], images, range(cut[0]), strict=False):
-        evaluate(nn.Flatten(), [([key], images_BCHW[None], torch.tensor([label]))], attack, 0, world)
+        evaluate(nn.Flatten(), [([key], images_BCHW[None], torch.tensor([label]))], attack, 0, world, 100)
         again.append(starts[label])
     assert len(set(starts.values())) == 9
     assert again == [starts[i] for i in range(cut[0])]

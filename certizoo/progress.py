@@ -1,4 +1,7 @@
-"""Progress of long commands: `progress(done, total)` after every piece of work, shown as a bar or as plain lines."""
+"""Progress of long commands: `progress(done, total)` after every piece of work, shown as a bar or as plain lines.
+
+A log that is not a terminal gets a line every LINE_SECONDS; `Pulse` is for commands that print other lines too.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,23 @@ def counting(progress: Progress, total: int) -> Callable[[], None]:
     """Return a function that reports 1, 2, ... `total` pieces done, one more at each call."""
     done = iter(range(1, total + 1))
     return lambda: progress(next(done), total)
+
+
+class Pulse:
+    """Tells whether a log has been silent for LINE_SECONDS."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.printed()
+
+    def printed(self) -> None:
+        """Note that a line was printed."""
+        self._last = self._clock()
+
+    @property
+    def due(self) -> bool:
+        """Return True if a line is due."""
+        return self._clock() - self._last >= LINE_SECONDS
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from certify.rows.progress import progress_bar, progress_lines
+from certizoo.progress import Pulse, progress_bar, progress_lines
 
 
 def console() -> Console:
@@ -37,8 +37,19 @@ def test_the_first_line_comes_before_the_first_slow_batch() -> None:
     assert printed(log) == ["certifying 8/100"]
 
 
+def test_a_pulse_is_due_after_ten_silent_seconds() -> None:
+    now = [0.0]
+    pulse = Pulse(lambda: now[0])
+    due = []
+    for now[0] in (5.0, 10.0, 15.0, 25.0):
+        due.append(pulse.due)
+        if now[0] == 10:
+            pulse.printed()
+    assert due == [False, True, False, True]
+
+
 def test_a_file_gets_lines_and_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("certify.rows.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("certizoo.progress.LINE_SECONDS", 0.0)
     log = console()
     with progress_bar("certifying", log) as progress:
         progress(1, 2)
