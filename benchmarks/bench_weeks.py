@@ -1,4 +1,4 @@
-"""What weeks of work on a cluster spend on waiting, before and after it was made cheap, in one run.
+"""Waiting in weeks of work on a cluster, before and after it was made cheap, in one run.
 
 The same probes run in a checkout of an earlier commit and in this tree, with the same shards and the same registry:
 

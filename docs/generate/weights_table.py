@@ -1,4 +1,4 @@
-"""What a certificate costs: which model, how long, how much memory, from benchmarks/results/weights_cpu.json."""
+"""The cost of a certificate: which model, how long, how much memory, from benchmarks/results/weights_cpu.json."""
 
 import json
 

@@ -37,7 +37,7 @@ class Form:
 
     @cached_property
     def _size(self) -> Tensor:
-        """Of all terms of an entry."""
+        """The sum over all terms of an entry."""
         return self._length(self.slope) + torch.maximum(self.lower.abs(), self.upper.abs()) + TINY
 
     def sums(self, a: Tensor) -> tuple[Tensor, Tensor]:

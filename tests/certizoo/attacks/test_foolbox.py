@@ -84,7 +84,7 @@ def theirs(options: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_the_points_of_foolbox(subject: tuple[nn.Module, Tensor, Tensor], options: dict[str, Any]) -> None:
-    """Where foolbox's Carlini & Wagner finds nothing, it returns a black image; ours returns the image."""
+    """Carlini & Wagner of foolbox returns a black image where it finds nothing; ours returns the image."""
     model, images, labels = subject
     with torch.no_grad():
         right = (model(images).argmax(1) == labels).nonzero()[:60, 0]
