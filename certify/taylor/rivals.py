@@ -11,7 +11,7 @@ which is bounded once for all of them. A rival that it leaves open gets a bound 
 Proof: docs/proofs.md#taylor. Letters: B images, C rivals of each.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from certify.image.ellipsoid import Ellipsoids, Margins
 from certify.image.radius_stage import Formed, Gradients, Situation
 from certify.taylor.propagated import Propagated, propagated
-from certify.taylor.trust_region import Curved, Terms, terms_of
+from certify.taylor.trust_region import Beside, Curved, Terms, terms_of
 from zoo.arithmetic import OUT, broadcast_batch
 from zoo.bounds.tape import Vectors
 
@@ -49,6 +49,10 @@ class Rival:
     def curved(self) -> Curved:
         return Curved.of(self.ellipsoids, self.margins, self.g.leaves)
 
+    @cached_property
+    def beside(self) -> Beside:
+        return Beside.of(self.ellipsoids, self.margins, self.curved)
+
     def alone(self) -> Terms:
         numbers, most = self.curved.numbers, self.ellipsoids.most
         return self._with(propagated(self.ellipsoids, self.curved.squares, "propagated", numbers, most))
@@ -58,17 +62,16 @@ class Rival:
 
     def _with(self, behind: Propagated) -> Terms:
         g, first = self.g, self.here.ball.length(self.g.image)
-        return terms_of(self.ellipsoids, self.margins, g.leaves, g.image, first, self.curved, behind)
+        return terms_of(self.ellipsoids, self.margins, g.leaves, g.image, first, self.curved, self.beside, behind)
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Both bounds of one rival of every image; `near_B` says for which images the one in common holds."""
+class Known:
+    """A bound of one rival of every image, for the images `of_B`."""
 
     class_B: Tensor
-    near_B: Tensor
-    in_common: Formed
-    alone: Formed
+    of_B: Tensor
+    formed: Formed
 
 
 class Rivals:
@@ -84,38 +87,31 @@ class Rivals:
         formed: Callable[[Tensor, Gradients, Margins, Callable[[], Terms]], Formed],
     ) -> None:
         self.here, self.ellipsoids, self._formed = here, ellipsoids, formed
-        self._others = list[Bounds]()
 
     def in_common(self, class_B: Tensor, wanted_B: Tensor, bound: Callable[[Formed], Tensor]) -> Tensor:
         """Bound the losses of the wanted rivals that are near; infinite elsewhere: (B,)."""
-        return self._least(self._near, class_B, lambda of: wanted_B & of.near_B, lambda of: bound(of.in_common))
+        return self._least(self._common, class_B, wanted_B, bound)
 
     def alone(self, class_B: Tensor, wanted_B: Tensor, bound: Callable[[Formed], Tensor]) -> Tensor:
         """Bound the losses of the wanted rivals by bounds of their own; infinite elsewhere: (B,)."""
-        known_B = sum((of.class_B == class_B for of in (*self._near, *self._others)), torch.zeros_like(wanted_B))
+        known_B = sum((one.class_B == class_B for one in self._own), torch.zeros_like(wanted_B))
         if bool((wanted_B & ~known_B).any()):
-            rival = Rival.of(self.here, self.ellipsoids, class_B)
-            alone = self._formed(class_B, rival.g, rival.margins, rival.alone)
-            self._others.append(Bounds(class_B, torch.zeros_like(wanted_B), alone, alone))
-        return self._least((*self._near, *self._others), class_B, lambda _: wanted_B, lambda of: bound(of.alone))
+            self._own.append(self._alone(Rival.of(self.here, self.ellipsoids, class_B)))
+        return self._least(self._own, class_B, wanted_B, bound)
 
     def _least(
-        self,
-        known: Iterable[Bounds],
-        class_B: Tensor,
-        wanted_B: Callable[[Bounds], Tensor],
-        bound: Callable[[Bounds], Tensor],
+        self, known: list[Known], class_B: Tensor, wanted_B: Tensor, bound: Callable[[Formed], Tensor]
     ) -> Tensor:
         found_B = torch.full_like(self.ellipsoids.most_B, torch.inf)
-        for of in known:
-            now_B = wanted_B(of) & (of.class_B == class_B)
+        for one in known:
+            now_B = wanted_B & one.of_B & (one.class_B == class_B)
             if bool(now_B.any()):
-                found_B = torch.where(now_B, torch.fmin(bound(of)[0], found_B), found_B)
+                found_B = torch.where(now_B, torch.fmin(bound(one.formed)[0], found_B), found_B)
         return found_B
 
     @cached_property
-    def _near(self) -> list[Bounds]:
-        """The near rivals of every image, at most NEAREST."""
+    def _near(self) -> list[tuple[Rival, Tensor, Tensor]]:
+        """The near rivals, at most NEAREST of every image, with the images for which they are near, and s."""
         class_CB, e_B = self.here.rivals_BR[:, :NEAREST].mT, self.ellipsoids.most_B
         margin_CB, used_CB = self.here.clean.margin_BJ.gather(1, class_CB.mT).mT, self.here.first(class_CB) * e_B
         near_CB = NEAR * used_CB >= margin_CB
@@ -123,27 +119,35 @@ class Rivals:
         rank_CB = (margin_CB / used_CB).argsort(0)[: int(near_CB.sum(0).max())]
         class_CB, near_CB, left_CB = (of_rivals.gather(0, rank_CB) for of_rivals in (class_CB, near_CB, left_CB))
         rivals = [Rival.of(self.here, self.ellipsoids, class_B) for class_B in class_CB]
-        if not rivals:
+        return list(zip(rivals, near_CB, left_CB, strict=True))
+
+    @cached_property
+    def _common(self) -> list[Known]:
+        if not self._near:
             return []
-        c = _largest([rival.curved.squares for rival in rivals], near_CB, left_CB)
-        common = propagated(self.ellipsoids, c, "common", e_B[:, None], self.ellipsoids.most)
+        numbers = self.ellipsoids.most_B[:, None]
+        common = propagated(self.ellipsoids, _largest(self._near), "common", numbers, self.ellipsoids.most)
         return [
-            Bounds(
-                rival.class_B,
-                near_B,
-                self._formed(rival.class_B, rival.g, rival.margins, partial(rival.in_common, common, left_B)),
-                self._formed(rival.class_B, rival.g, rival.margins, rival.alone),
-            )
-            for rival, near_B, left_B in zip(rivals, near_CB, left_CB, strict=True)
+            self._known(rival, near_B, partial(rival.in_common, common, left_B)) for rival, near_B, left_B in self._near
         ]
 
+    @cached_property
+    def _own(self) -> list[Known]:
+        return [self._alone(rival) for rival, _, _ in self._near]
 
-def _largest(squares: list[dict[int, Tensor]], near_CB: Tensor, left_CB: Tensor) -> Vectors:
+    def _alone(self, rival: Rival) -> Known:
+        return self._known(rival, torch.ones_like(self.here.clean.correct_B), rival.alone)
+
+    def _known(self, rival: Rival, of_B: Tensor, couple: Callable[[], Terms]) -> Known:
+        return Known(rival.class_B, of_B, self._formed(rival.class_B[None], rival.g, rival.margins, couple))
+
+
+def _largest(near: list[tuple[Rival, Tensor, Tensor]]) -> Vectors:
     """Return the largest c_j / s_j of near rivals j, unit by unit: (1, B, N, H)."""
-
-    def of_leaf(at: int) -> Tensor:
-        c_CB = torch.cat([of_rival[at] for of_rival in squares])
-        room = c_CB.shape[2:]
-        return torch.where(broadcast_batch(near_CB, room), c_CB / broadcast_batch(left_CB, room), 0.0).amax(0, True)
-
-    return {at: of_leaf(at) for at in squares[0]}
+    largest = Vectors()
+    for rival, near_B, left_B in near:
+        for at, c in rival.curved.squares.items():
+            room = c.shape[2:]
+            share = torch.where(broadcast_batch(near_B, room), c / broadcast_batch(left_B, room), 0.0)
+            largest[at] = torch.maximum(largest[at], share) if at in largest else share
+    return largest

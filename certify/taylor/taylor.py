@@ -13,22 +13,20 @@ docs/proofs.md#taylor.
 Letters: B images, J classes, C rivals of each.
 """
 
-from collections.abc import Callable
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids, Margins
+from certify.image.ellipsoid import Ellipsoids
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
-from certify.image.radius_stage import Asked, Formed, Gradients, RadiusStage
+from certify.image.radius_stage import Asked, RadiusStage
 from certify.shared.certificate import Clean
 from certify.taylor.forms import smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.rivals import Rivals
-from certify.taylor.trust_region import Terms
 from zoo.bounds.tape import Tape
 
 BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large costs little, too small a second stage
@@ -64,10 +62,7 @@ class TaylorStage(RadiusStage):
 
     @cached_property
     def _rivals(self) -> Rivals:
-        return Rivals(self.here, self.ellipsoids, self._with_loss)
-
-    def _with_loss(self, class_B: Tensor, g: Gradients, margins: Margins, couple: Callable[[], Terms]) -> Formed:
-        return self.formed(class_B[None], g, margins, couple)
+        return Rivals(self.here, self.ellipsoids, self.formed)
 
 
 class TaylorAnalysis(ImageAnalysis):

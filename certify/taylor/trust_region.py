@@ -22,7 +22,7 @@ Letters: B images.
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -41,59 +41,6 @@ SPARE = (0.01, 0.05, 0.2, 0.5)  # tried multiples of lambda_max above it
 STEEP = (1.0, 1.05, 1.15, 1.3, 1.6)  # m in units of |b| / t
 TAU = (0.01, 4.0)  # range of tau
 APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only errors and attention move, and behind
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """The terms of one rival at the largest e, (1, B) each.
-
-    `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
-    with rounding included. `aside` bounds the o^2 for sources of length 1 at the leaves `apart`, and `others` the norm
-    of the forms of leaves without units, for what sources other than the image add; `last` is the last of these leaves.
-    `propagated` bounds the root of the sum of the b^2 of units, and `most` is this bound at the largest e.
-    """
-
-    first: Tensor
-    length: Tensor
-    along: Tensor
-    pulled: Tensor
-    top: Tensor
-    tau: Tensor
-    aside: Tensor
-    apart: tuple[int, ...]
-    others: Tensor
-    last: int | None
-    propagated: Propagated
-    most: Tensor
-    most_B: Tensor
-
-    def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
-        """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
-        aside, others = self.besides(e_B, grown)
-        of_units = product(self.most, self.propagated.aside(grown))
-        remainders = of_units + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
-        return nan_to_inf(OUT * (self.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
-
-    def quadratic(self, e_B: Tensor) -> Tensor:
-        """Return the part of the cost from the trust region problem: (1, B)."""
-        t_B = e_B / self.most_B
-        return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
-
-    def besides(self, e_B: Tensor, grown: Grown) -> tuple[Tensor, Tensor]:
-        """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (1, B) each."""
-        aside = product(self.aside.square(), length2_of(self.apart, grown) * OUT)
-        if self.last is None:
-            return nan_to_inf(aside), torch.zeros_like(self.first)
-        whole_B = grown.before[self.last]
-        free_B = (whole_B - (e_B / self.most_B).square()).clamp_min(0) + 8 * U * whole_B
-        return nan_to_inf(aside), nan_to_inf(product(self.others.square(), free_B * OUT))
-
-    def _quadratic(self, t_B: Tensor, spare: float, steep: float) -> Tensor:
-        m = torch.maximum(self.top * (1 + spare), steep * self.length / t_B.clamp_min(1e-100))
-        inverse = self.length.square() / m + (self.along + self.pulled.square() / (m - self.top)) / m.square()
-        first = self.first * t_B
-        traded = (first / inverse.clamp_min(1e-300)).clamp(max=1)  # every share is sound; this one gives the least sum
-        return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
 
 
 @dataclass(frozen=True)
@@ -130,6 +77,83 @@ class Curved:
         return {at: (x, APART[at > min(self.crosses)]) for at, x in self.crosses.items()}
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What leaves and errors add to the loss of one rival beside its units, at the largest e: (1, B) each.
+
+    `aside` bounds the root of the sum of |c'| o^2 for sources of length 1 at the leaves `apart`, and `others` the norm
+    of the forms of leaves without units, for what sources other than the image add; `last` is the last of these leaves.
+    """
+
+    aside: Tensor
+    apart: tuple[int, ...]
+    others: Tensor
+    last: int | None
+    most_B: Tensor
+
+    @staticmethod
+    def of(ellipsoids: Ellipsoids, margins: Margins, curved: Curved) -> "Beside":
+        units, numbers = curved.units, curved.numbers
+        others = {at: form for at, form in margins.forms.items() if at not in units}
+        absolute, apart = {at: of_leaf.absolute for at, of_leaf in units.items()}, others_before(ellipsoids, max(units))
+        return Beside(
+            aside(ellipsoids, absolute, apart, "aside", numbers),
+            apart,
+            free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(margins.norm),
+            max(others) if others else None,
+            ellipsoids.joint.most_B,
+        )
+
+    def at(self, e_B: Tensor, grown: Grown) -> tuple[Tensor, Tensor]:
+        """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (1, B) each."""
+        aside = product(self.aside.square(), length2_of(self.apart, grown) * OUT)
+        if self.last is None:
+            return nan_to_inf(aside), torch.zeros_like(self.others)
+        whole_B = grown.before[self.last]
+        free_B = (whole_B - (e_B / self.most_B).square()).clamp_min(0) + 8 * U * whole_B
+        return nan_to_inf(aside), nan_to_inf(product(self.others.square(), free_B * OUT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The terms of one rival at the largest e, (1, B) each.
+
+    `first` is the loss to first order alone, `length` |b|, `along` <b, S b>, `pulled` |S b| and `top` lambda_max(S),
+    with rounding included. `propagated` bounds the root of the sum of the b^2 of units, and `most` is this bound at the
+    largest e.
+    """
+
+    first: Tensor
+    length: Tensor
+    along: Tensor
+    pulled: Tensor
+    top: Tensor
+    tau: Tensor
+    beside: Beside
+    propagated: Propagated
+    most: Tensor
+    most_B: Tensor
+
+    def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
+        aside, others = self.beside.at(e_B, grown)
+        of_units = product(self.most, self.propagated.aside(grown))
+        remainders = of_units + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
+        return nan_to_inf(OUT * (self.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
+
+    def quadratic(self, e_B: Tensor) -> Tensor:
+        """Return the part of the cost from the trust region problem: (1, B)."""
+        t_B = e_B / self.most_B
+        return torch.stack([self._quadratic(t_B, *factors) for factors in itertools.product(SPARE, STEEP)]).amin(0)
+
+    def _quadratic(self, t_B: Tensor, spare: float, steep: float) -> Tensor:
+        m = torch.maximum(self.top * (1 + spare), steep * self.length / t_B.clamp_min(1e-100))
+        inverse = self.length.square() / m + (self.along + self.pulled.square() / (m - self.top)) / m.square()
+        first = self.first * t_B
+        traded = (first / inverse.clamp_min(1e-300)).clamp(max=1)  # every share is sound; this one gives the least sum
+        return nan_to_inf(first * (1 - traded) + (traded.square() * inverse + m * t_B.square()) / 2)
+
+
 def terms_of(
     ellipsoids: Ellipsoids,
     margins: Margins,
@@ -137,52 +161,34 @@ def terms_of(
     g_0: Tensor,
     first: Tensor,
     curved: Curved,
+    beside: Beside,
     behind: Propagated,
 ) -> Terms:
     """Return the terms for margins with gradients g at the leaves and g_0 (1, B, *x) at the image.
 
-    `behind` is the bound for the coefficients `curved.squares`, or for larger ones.
+    Some leaf has hidden units of a twice differentiable activation. `behind` is the bound for the coefficients
+    `curved.squares`, or for larger ones.
     """
-    joint, units, numbers = ellipsoids.joint, curved.units, curved.numbers
-    others = {at: form for at, form in margins.forms.items() if at not in units}
-    absolute, apart = {at: of_leaf.absolute for at, of_leaf in units.items()}, others_before(ellipsoids, max(units))
-    zero = torch.zeros_like(first)
-    terms = Terms(
-        first=first * joint.most_B,
-        length=torch.linalg.vector_norm(g_0.flatten(2) * joint.most_B[:, None], dim=-1),
-        along=zero,
-        pulled=zero,
-        top=zero,
-        tau=torch.ones_like(first),
-        aside=aside(ellipsoids, absolute, apart, "aside", numbers),
-        apart=apart,
-        others=free(ellipsoids, others, "others", numbers) if others else zero,
-        last=max(others) if others else None,
-        propagated=behind,
-        most=behind.at(joint.most_B, ellipsoids.most),
-        most_B=joint.most_B,
-    )
-    return _with_quadratic(ellipsoids, margins, g, g_0, curved, terms)
-
-
-def _with_quadratic(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, g_0: Tensor, curved: Curved, terms: Terms
-) -> Terms:
-    """Return the terms with tau and the quadratic part."""
-    joint, last = ellipsoids.joint, margins.last
+    joint, last, most = ellipsoids.joint, margins.last, behind.at(ellipsoids.joint.most_B, ellipsoids.most)
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
-    tau = _tau(ellipsoids, margins, b, sum(terms.besides(joint.most_B, ellipsoids.most), torch.zeros_like(terms.first)))
-    more = curved.more(terms.propagated, terms.most)
+    tau = _tau(ellipsoids, margins, b, sum(beside.at(joint.most_B, ellipsoids.most), torch.zeros_like(first)))
+    more = curved.more(behind, most)
     forms = forms_with_share(ellipsoids, margins, g, curved, tau, more)
     within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, more, curved.numbers)) * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
-    off = _rounded(ellipsoids, forms, within) * terms.length
-    return replace(
-        terms,
-        along=(b * z).sum(-1) + off * terms.length,
+    length = torch.linalg.vector_norm(b, dim=-1)
+    off = _rounded(ellipsoids, forms, within) * length
+    return Terms(
+        first=first * joint.most_B,
+        length=length,
+        along=(b * z).sum(-1) + off * length,
         pulled=torch.linalg.vector_norm(z, dim=-1) + off,
         top=ellipsoids.top(forms, "taylor", [curved.numbers], within).clamp_min(1e-100),
         tau=tau,
+        beside=beside,
+        propagated=behind,
+        most=most,
+        most_B=joint.most_B,
     )
 
 
