@@ -146,13 +146,8 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
 def run(asked: Search, resume: bool) -> int:
     """Run all trials and write the page at the end."""
     require_ray()
-    from tuning import (
-        closing,
-        driver,
-        memory,
-        nodes,
-        server,
-    )  # after the checks that need no large imports: Ray takes seconds
+    # After the checks that need no large imports: Ray takes seconds.
+    from tuning import closing, driver, memory, nodes, server
     from tuning.live import Board, failures
 
     asked = search.find_data(asked)

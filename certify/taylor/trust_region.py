@@ -79,7 +79,7 @@ class Curved:
 
 @dataclass(frozen=True)
 class Beside:
-    """What leaves and errors add to the loss of one rival beside its units, at the largest e: (1, B) each.
+    """The share of leaves and errors in the loss of one rival, beside its units, at the largest e: (1, B) each.
 
     `aside` bounds the root of the sum of |c'| o^2 for sources of length 1 at the leaves `apart`, and `others` the norm
     of the forms of leaves without units, for what sources other than the image add; `last` is the last of these leaves.
