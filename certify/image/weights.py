@@ -76,8 +76,13 @@ class WeightEstimate:
     def joint(self, off: Off) -> Joint:
         """Return the maps with these weights, and with w_n for the expected errors at the ends of nodes."""
         nodes = enumerate(self.samples.tape.of_nodes)
-        defects = {leaves[-1]: off(node, MOVED * self.lengths[leaves[0]]) for node, leaves in nodes}
+        defects = {leaves[-1]: off(node, self._radius(leaves[0])) for node, leaves in nodes}
         return self.samples.joint(self.weights, self._noise(defects))
+
+    def _radius(self, at: int) -> Tensor:
+        """Estimate how far the input of a leaf moves: (B,)."""
+        length_B = self.lengths[at]
+        return MOVED * (torch.fmin(length_B, self.samples.sizes[at]) if at in self.samples.sizes else length_B)
 
     def _noise(self, defects: Sizes) -> Noise:
         """Return the noise, with theta_0 in proportion to its part, and room for rounding at every leaf."""
