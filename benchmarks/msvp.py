@@ -5,15 +5,18 @@
 
 Trains configs/experiment/msvp_std.yaml or msvp_adv.yaml for each lambda (of W_Q, W_K and W_V) and seed, in runs/, and
 measures each run: accuracy under attack, the largest singular value of a head's weights, and radii in L2 by `adjoint`.
-An existing run is not trained again. Results, written after each run: benchmarks/results/msvp_TRACK.json and .md. The
-columns are those of SpecFormer's Tables 1 and 2 (https://arxiv.org/abs/2402.03317).
+Results, written after each run: benchmarks/results/msvp_TRACK.json and .md. The command goes on after the last of them;
+delete both files to start again. The columns are those of SpecFormer's Tables 1 and 2
+(https://arxiv.org/abs/2402.03317).
 """
 
 import argparse
+import json
 import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from benchmarks.experiments import Training, attacked, loaded, portable, train
 from benchmarks.record import RESULTS, record
 from certify import certified_radius
+from certizoo import UserError
 from certizoo.attacks.auto import AutoAttack
 from certizoo.config.compose import compose_config
 from certizoo.errors import one_line_errors
@@ -96,15 +100,32 @@ def sigma_max(model: nn.Module) -> dict[str, float]:
 
 def run(track: str, overrides: Sequence[str]) -> None:
     """Train and measure what is missing; both files are updated after each run."""
-    done = list[Measured]()
-    for seed in SEEDS:
-        for penalty in LAMBDAS:
-            one = training(track, penalty, seed, overrides)
-            train(TRACKS[track][0], one, to_file=False)
-            done.append(measured(track, one, penalty, seed))
-            facts = {"command": command(track, overrides), "runs": f"{len(done)} of {len(SEEDS) * len(LAMBDAS)}"}
-            record(f"msvp_{track}", facts | {"measured": [*map(asdict, done)]})
-            (RESULTS / f"msvp_{track}.md").write_text(markdown(track, done))
+    words = command(track, overrides)
+    done = recorded(track, words)
+    for seed, penalty in product(SEEDS, LAMBDAS):
+        if (penalty, seed) in {(one.penalty, one.seed) for one in done}:
+            continue
+        one = training(track, penalty, seed, overrides)
+        train(TRACKS[track][0], one, to_file=False)
+        done.append(measured(track, one, penalty, seed))
+        facts = {"command": words, "runs": f"{len(done)} of {len(SEEDS) * len(LAMBDAS)}"}
+        record(f"msvp_{track}", facts | {"measured": [*map(asdict, done)]})
+        (RESULTS / f"msvp_{track}.md").write_text(markdown(done))
+
+
+def recorded(track: str, words: str) -> list[Measured]:
+    """Return the runs that this command measured before.
+
+    Raises:
+        UserError: the record is of another command.
+    """
+    file = RESULTS / f"msvp_{track}.json"
+    if not file.is_file():
+        return []
+    entry = json.loads(file.read_text())
+    if entry["command"] != words:
+        raise UserError(f"{file} was made by `{entry['command']}`; give the same options or delete it")
+    return [Measured(**one) for one in entry["measured"]]
 
 
 def command(track: str, overrides: Sequence[str]) -> str:
@@ -112,7 +133,7 @@ def command(track: str, overrides: Sequence[str]) -> str:
     return " ".join(["python -m benchmarks.msvp", track, *portable(overrides)])
 
 
-def markdown(track: str, done: Sequence[Measured]) -> str:
+def markdown(done: Sequence[Measured]) -> str:
     """Format one line per lambda: mean and standard deviation over seeds, and no radius at which nothing is proved."""
     columns, shown = list(done[0].accuracy), [eps for eps in EPS if any(one.certified[str(eps)] for one in done)]
     head = ["lambda", *(f"{name} %" for name in columns), *(f"certified at {eps:g} %" for eps in shown)]

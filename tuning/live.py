@@ -93,10 +93,16 @@ class Board:
     def alive(self) -> None:
         """Print a line in a log that has been silent for some seconds."""
         if not self.console.is_terminal and self._pulse.due:
-            key = self.metric[0]
-            best = max((float(line.figures.get(key, -1)) for line in self.lines.values()), default=-1)
             text = f"{self.ended_trials} of {self.total} trials ended, {self.count('running')} running"
-            self._print(text + (f"; best {key} {best:.1%}" if best >= 0 else ""))
+            self._print(text + self._best())
+
+    def _best(self) -> str:
+        """Return the best trial's figure in words; that of a few images counts only while there is no certificate."""
+        key = self.metric[0]
+        best = max(self.lines.values(), key=lambda line: _rank(line, key), default=None)
+        if best is None or key not in best.figures:
+            return ""
+        return f"; best {key} {float(best.figures[key]):.1%}" + ", on a few images" * (best.state != "certified")
 
     def _print(self, text: str) -> None:
         self._pulse.printed()

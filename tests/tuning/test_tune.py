@@ -466,13 +466,17 @@ def test_a_log_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, ca
     """Also while no trial ends; rows of a training and its evaluation do the same."""
     board, report = Board(spaces.load("msvp"), ["clean_acc"], 9, 12), Report(Path(), 100, enabled=True)
     board.lines["t_1"] = Line("running", figures={"clean_acc": 0.5})
-    for seconds, wanted in ((60.0, ""), (0.0, "0 of 9 trials ended, 1 running; best clean_acc 50.0%\nstep 7/100 ")):
+    begun = "0 of 9 trials ended, 1 running; best clean_acc 50.0%, on a few images\nstep 7/100 "
+    for seconds, wanted in ((60.0, ""), (0.0, begun)):
         monkeypatch.setattr(progress, "LINE_SECONDS", seconds)
         board.alive()
         report.advance(7)
         printed = capsys.readouterr().out
         assert printed.startswith(wanted)
         assert bool(printed) == bool(wanted)
+    board.lines["t_2"] = Line("certified", figures={"clean_acc": 0.4})
+    board.alive()
+    assert capsys.readouterr().out == "1 of 9 trials ended, 1 running; best clean_acc 40.0%\n"
 
 
 def test_the_board_of_a_long_search_shows_the_best() -> None:
