@@ -15,6 +15,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'import certify.__main__, trainers.adv_train, tuning.driver'   # their bytecode, for shells that write none
 	touch $@
 
 # Digits of scikit-learn, 2 ranks on the CPU, certificates, a version in ./mlflow.db. Resumes where it stopped.
