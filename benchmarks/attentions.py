@@ -41,7 +41,7 @@ CONTENT = "model.gpsa_layers=0"
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dp": ("attention", (CONTENT, "model.attention.name=dp")),
     "l2": ("attention", (CONTENT, "model.attention.name=l2")),
-    "scsa": ("attention", (CONTENT, "model.attention.name=scsa")),
+    "scsa": ("attention_scsa", (CONTENT,)),
     "ln": ("attention", (CONTENT, "model.attention.name=ln")),
     "msvp": ("attention_msvp", (CONTENT,)),
     "gated": ("attention", ()),
