@@ -43,7 +43,8 @@ class Coupled:
     """The terms of some rivals at the largest e, (C, B) each.
 
     `first` is the loss to first order alone, `length` |b|, and `bent` <b, A b>. `weights` and `pulled` are D and |z| of
-    the parts, by their sources, with rounding included. `held` says whose remainders are bounded by their forms, (B,).
+    the parts, by their sources, with rounding included. `held` says whose remainders are bounded by their forms, (B,);
+    `last` is the last leaf with a form.
     """
 
     first: Tensor
@@ -53,6 +54,7 @@ class Coupled:
     weights: Vectors
     pulled: Vectors
     held: Sizes
+    last: int
     most_B: Tensor
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
@@ -80,7 +82,7 @@ class Coupled:
 
         Forms bound as much of each remainder as they may, constants the rest.
         """
-        total = times(share * self.weights[NOISE], grown.theta_0_B)
+        total = times(share * self.weights[NOISE], grown.theta_0[self.last])
         for k, held_B in self.held.items():
             total = total + times((share - held_B * share.clamp(max=1)) * self.weights[k], grown.theta[k])
         return total
@@ -112,6 +114,7 @@ def coupled(ellipsoids: Ellipsoids, margins: Margins, g_0: Tensor, first: Tensor
         weights=weights,
         pulled=pulled,
         held=held,
+        last=last,
         most_B=joint.most_B,
     )
 

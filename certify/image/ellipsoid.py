@@ -11,9 +11,10 @@ is asked for. Every leaf has a w_n, with or without an error: torch computes M_i
 
     |u|^2 <= Theta_i(e) = (e / E)^2 + theta_0 + sum_{k<i} theta_k(e),
 
-so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form within lambda_max(M_i^T C M_i) Theta_i. A
-bound of |H_i| from elsewhere also bounds both. The weights in M_i are fixed before any of the random vectors that
-measure M_i is drawn; proved bounds of remainders enter Theta alone. Proof: docs/proofs.md#image-forms.
+theta_0 that of the errors before leaf i, so a functional <a, H_i> stays within |M_i^T a| Theta_i^(1/2), and a form
+within lambda_max(M_i^T C M_i) Theta_i. A bound of |H_i| from elsewhere also bounds both. The weights in M_i are fixed
+before any of the random vectors that measure M_i is drawn; proved bounds of remainders enter Theta alone. Proof:
+docs/proofs.md#image-forms.
 
 Letters: B images, C rivals of each, M random vectors.
 """
@@ -41,6 +42,7 @@ LEAST_LENGTH = 1e-100  # smallest length that is divided by, for maps that are n
 TOGETHER = 16  # random vectors per push that bound functionals, at most; more are no faster
 PROBE_FAILURE = 1e-11  # probability that one reach of an image is too small
 SIZES = 1.5  # times `share`: errors of pushes are at most half of it; those of pulls twice that, as images may be 2 x
+COUNTS = 1e-3  # theta_0 that the growth of a node's error on the way adds
 COARSE = 1.2  # coarse precision of norms, as in zoo/bounds/lanczos.py; budget.py has the fine one
 
 Known = Callable[[Tensor], Sizes]  # e (B,) -> bounds of |H_i| within e for some leaves, from elsewhere
@@ -72,28 +74,30 @@ class Grown:
     """The bounds at one e.
 
     `before` is Theta before every nonlinear leaf, `theta` that of each leaf, `sizes` bounds of |H| for some
-    leaves, `defects` the errors at the ends of nodes, and `theta_0_B` their theta_0.
+    leaves, `defects` the errors at the ends of nodes, `theta_0` that of the errors before every leaf, and `whole_B`
+    Theta of everything.
     """
 
     before: Sizes
     theta: Sizes
     sizes: Sizes
     defects: Sequence[Tensor]
-    theta_0_B: Tensor
+    theta_0: Sizes
+    whole_B: Tensor
 
 
 @dataclass(frozen=True)
 class Before:
     """The bounds before a leaf at one e.
 
-    `total_B` is Theta, `theta` that of each earlier leaf, `theta_0_B` that of errors, and `sizes` bounds of |H| for
-    some leaves. `third` is what a subclass knows of earlier leaves.
+    `total_B` is Theta, `theta` that of each earlier leaf, `theta_0` that of the errors before every leaf so far, and
+    `sizes` bounds of |H| for some leaves. `third` is what a subclass knows of earlier leaves.
     """
 
     e_B: Tensor
     total_B: Tensor
     theta: Sizes
-    theta_0_B: Tensor
+    theta_0: Sizes
     sizes: Sizes
     third: Sizes
 
@@ -139,7 +143,7 @@ class Ellipsoids:
             length = first.lengths(self.tape, self.most_B, joint.noise.weights)
             self.lengths_of[first.at] = torch.fmin(self.lengths_of[first.at], length)
         self._norms = {} if self.budget.large else self._norms_of_sizes()
-        self.rests = dict[int, Rest]()
+        self.rests, self._inputs = dict[int, Rest](), dict[int, Tensor]()
 
         def measured(at: int, known: Before) -> Tensor:
             self.rests[at] = self._rest(at, known)
@@ -173,21 +177,42 @@ class Ellipsoids:
 
     def _grow(self, eps_B: Tensor, theta_of: Callable[[int, Before], Tensor]) -> Grown:
         """Compute the bounds node by node: the error at the end of a node depends on how far its input moves."""
-        before, theta, third, defects, sizes = Sizes(), Sizes(), Sizes(), list[Tensor](), self._known(eps_B)
-        total_B, theta_0_B = (eps_B / self.most_B).square(), torch.zeros_like(self.most_B)
+        before, theta, third, theta_0 = Sizes(), Sizes(), Sizes(), Sizes()
+        defects, sizes = list[Tensor](), self._known(eps_B)
+        total_B, errors_B = (eps_B / self.most_B).square(), torch.zeros_like(self.most_B)
         for node, leaves in enumerate(self.tape.of_nodes):
-            radius_B = product(self.rounding.sizes[leaves[0]], total_B.sqrt()) * OUT
-            if leaves[0] in sizes:
-                radius_B = torch.fmin(radius_B, sizes[leaves[0]])
+            theta_0 |= dict.fromkeys(leaves, errors_B)
+            radius_B = self._moved(node, total_B, sizes)
             defects.append(self._off(node, radius_B))
             for at in leaves:
                 if at in self.tape.nonlinear:
-                    known = Before(eps_B, total_B, dict(theta), theta_0_B, sizes, third)
+                    known = Before(eps_B, total_B, dict(theta), dict(theta_0), sizes, third)
                     before[at], theta[at] = total_B, theta_of(at, known)
                     total_B = total_B + theta[at]
             square_B = nan_to_inf(defects[-1] / self.joint.noise.weights[leaves[-1]]).square() * OUT
-            total_B, theta_0_B = total_B + square_B, theta_0_B + square_B
-        return Grown(before, theta, sizes, defects, theta_0_B)
+            total_B, errors_B = total_B + square_B, errors_B + square_B
+        return Grown(before, theta, sizes, defects, theta_0, total_B)
+
+    def _moved(self, node: int, total_B: Tensor, sizes: Sizes) -> Tensor:
+        """Bound how far the input of a node moves, for the error at its end: (B,).
+
+        ||M_i|| is measured for a node whose error grows so much on the way that a closer radius pays for itself.
+        """
+        at = self.tape.of_nodes[node][0]
+        radius_B = product(self.rounding.sizes[at], total_B.sqrt()) * OUT
+        radius_B = torch.fmin(radius_B, sizes[at]) if at in sizes else radius_B
+        if node not in self._inputs:
+            self._inputs[node] = self._norm_of_input(node, radius_B)
+        return torch.fmin(radius_B, product(self._inputs[node], total_B.sqrt()) * OUT)
+
+    def _norm_of_input(self, node: int, radius_B: Tensor) -> Tensor:
+        """Return ||M_i|| of a node's input, or infinity where it is not worth its time: (B,)."""
+        leaves = self.tape.of_nodes[node]
+        grows_B = self._off(node, radius_B) - self._off(node, torch.zeros_like(radius_B))
+        counts_B = nan_to_inf(grows_B / self.joint.noise.weights[leaves[-1]]).square() > COUNTS
+        if self.budget.large or not bool(counts_B.any()):
+            return torch.full_like(radius_B, torch.inf)
+        return torch.where(counts_B, self._norm(leaves[0]), torch.inf)  # image by image: independent of the others
 
     def margins(self, g: Vectors, class_CB: Tensor, *, signed: bool = False) -> Margins:
         """Return the costs for the margins over these classes.
@@ -264,8 +289,7 @@ class Ellipsoids:
 
     def whole(self, grown: Grown) -> Tensor:
         """Bound |u|, including everything that moves any leaf: (B,)."""
-        last = self.tape.nonlinear[-1]
-        return (grown.before[last] + grown.theta[last] + grown.theta_0_B).sqrt()
+        return grown.whole_B.sqrt()
 
     def _theta(self, at: int, known: Before) -> Tensor:
         """Return theta of a leaf; the bound at the largest e holds below it, and shrinks."""

@@ -46,9 +46,11 @@ class Propagated:
     """The bound <u, Z u> + rest' of |C^(1/2) b| for some diagonal C, u = G / E, (1, B).
 
     `z` are the coefficients of Z, and `image` its largest eigenvalue; `rest` bounds what others add for sources of
-    length 1, and `more` is the share of the rest' of `before`, the same question about earlier leaves.
+    length 1 before the leaf `last`, and `more` is the share of the rest' of `before`, the same question about earlier
+    leaves.
     """
 
+    last: int
     z: Vectors
     image: Tensor
     rest: Tensor
@@ -63,7 +65,7 @@ class Propagated:
 
     def aside(self, grown: Grown | Before) -> Tensor:
         """Return rest'."""
-        aside = product(self.rest, length2_of(self.others, grown).sqrt())
+        aside = product(self.rest, length2_of(self.others, grown, self.last).sqrt())
         if self.before is not None:
             aside = aside + product(self.more, self.before.aside(grown))
         return nan_to_inf(aside * OUT)
@@ -75,9 +77,9 @@ class Propagated:
         return replace(self, z=z, image=image, rest=rest, more=more)
 
 
-def length2_of(others: tuple[int, ...], grown: Grown | Before) -> Tensor:
-    """Return the square of the length of these sources and of errors: (B,)."""
-    return sum((grown.theta[k] for k in others), grown.theta_0_B)
+def length2_of(others: tuple[int, ...], grown: Grown | Before, at: int) -> Tensor:
+    """Return the square of the length of these sources and of the errors before a leaf: (B,)."""
+    return sum((grown.theta[k] for k in others), grown.theta_0[at])
 
 
 def others_before(ellipsoids: Ellipsoids, at: int) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ def propagated(
     rest = aside(ellipsoids, forms, others, f"{word} others", numbers)
     zero = torch.zeros_like(rest)
     if not units:
-        return Propagated({}, zero, rest, others, most_B, zero, None)
+        return Propagated(max(c), {}, zero, rest, others, most_B, zero, None)
     rho = _lengths(ellipsoids, c, units, f"{word} lengths", numbers, vectors)
     bent = {k: 0.5 * kappa_at(ellipsoids, k) * rho[k] for k in units}
     before = propagated(ellipsoids, bent, f"{word} before", numbers, grown, min(vectors, BEFORE))
@@ -115,7 +117,7 @@ def propagated(
     more = product(1 + 1 / sigma, most) * OUT
     z = {k: _sum(1 + sigma, of_leaf, more, before.z.get(k)) for k, of_leaf in bent.items()}
     image = _of_image(ellipsoids, z, f"{word} image", numbers, ellipsoids.budget.close)
-    return Propagated(z, image, rest, others, most_B, more, before)
+    return Propagated(max(c), z, image, rest, others, most_B, more, before)
 
 
 def _of_image(ellipsoids: Ellipsoids, c: Vectors, word: str, numbers: Tensor, close: float) -> Tensor:

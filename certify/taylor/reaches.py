@@ -88,7 +88,7 @@ class CloserEllipsoids(Ellipsoids):
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""
         assert self._orders is not None
         second, length = self._orders.second[at], self.lengths_of[at]
-        free_B = sum((known.third.get(k, theta_B) for k, theta_B in known.theta.items()), known.theta_0_B)
+        free_B = sum((known.third.get(k, theta_B) for k, theta_B in known.theta.items()), known.theta_0[at])
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
         return nan_to_inf(second * broadcast_batch((known.e_B / self.most_B).square(), second.shape[1:]) + rest)
 

@@ -81,12 +81,14 @@ class Curved:
 class Beside:
     """The share of leaves and errors in the loss of one rival, beside its units, at the largest e: (1, B) each.
 
-    `aside` bounds the root of the sum of |c'| o^2 for sources of length 1 at the leaves `apart`, and `others` the norm
-    of the forms of leaves without units, for what sources other than the image add; `last` is the last of these leaves.
+    `aside` bounds the root of the sum of |c'| o^2 for sources of length 1 at the leaves `apart`, up to the leaf
+    `behind`, and `others` the norm of the forms of leaves without units, for what sources other than the image add;
+    `last` is the last of these leaves.
     """
 
     aside: Tensor
     apart: tuple[int, ...]
+    behind: int
     others: Tensor
     last: int | None
     most_B: Tensor
@@ -99,6 +101,7 @@ class Beside:
         return Beside(
             aside(ellipsoids, absolute, apart, "aside", numbers),
             apart,
+            max(units),
             free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(margins.norm),
             max(others) if others else None,
             ellipsoids.joint.most_B,
@@ -106,7 +109,7 @@ class Beside:
 
     def at(self, e_B: Tensor, grown: Grown) -> tuple[Tensor, Tensor]:
         """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (1, B) each."""
-        aside = product(self.aside.square(), length2_of(self.apart, grown) * OUT)
+        aside = product(self.aside.square(), length2_of(self.apart, grown, self.behind) * OUT)
         if self.last is None:
             return nan_to_inf(aside), torch.zeros_like(self.others)
         whole_B = grown.before[self.last]

@@ -61,7 +61,7 @@ def worst(stage: RadiusStage, formed: Formed, s: Tensor, q: dict[int, Tensor], s
             if name == IMAGE:
                 most = torch.full_like(u[..., 0], share)
             elif name == NOISE:
-                most = grown.theta_0_B.sqrt().expand_as(u[..., 0])
+                most = grown.theta_0[last].sqrt().expand_as(u[..., 0])
             else:
                 most = grown.theta[name].expand_as(u[..., 0])
                 if name in q:

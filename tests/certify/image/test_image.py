@@ -85,28 +85,62 @@ def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
 
 def fall(certifier: Image, here: Situation, rival_B: Tensor, e_B: Tensor, off: float) -> Tensor:
     """Return the fall of the margin, by ascent over an image change of length e and a change of every node, `off`."""
+
+    def lost_of(moves: Sequence[Tensor]) -> Tensor:
+        logits = certifier.head(points_of(certifier, here, moves)[-1])
+        return (logits.gather(1, rival_B[:, None]) - logits.gather(1, here.clean.label_B[:, None]))[:, 0]
+
+    return ascended(lost_of, here, [e_B, *(torch.full_like(e_B, off) for _ in here.tape.of_nodes)])
+
+
+def points_of(certifier: Image, here: Situation, moves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs of all nodes and the features, with these changes of the image and of the ends of nodes."""
+    points = [here.images + moves[0]]
+    for (layer, _), move in zip(certifier.nodes, moves[1:], strict=True):
+        points.append(layer(points[-1])[0] + move)
+    return points
+
+
+def ascended(value_of: Callable[[Sequence[Tensor]], Tensor], here: Situation, lengths: Sequence[Tensor]) -> Tensor:
+    """Return how far a value grows, by ascent over changes of these lengths of the image and of the ends of nodes."""
     shapes = [here.images.shape, *(here.tape.leaves[leaves[-1]].y.shape for leaves in here.tape.of_nodes)]
-    lengths = [e_B, *(torch.full_like(e_B, off) for _ in shapes[1:])]
     torch.manual_seed(0)
     moves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-    def margin_of(moves: Sequence[Tensor]) -> Tensor:
-        x = here.images + moves[0]
-        for (layer, _), move in zip(certifier.nodes, moves[1:], strict=True):
-            x = layer(x)[0] + move
-        logits = certifier.head(x)
-        return (logits.gather(1, here.clean.label_B[:, None]) - logits.gather(1, rival_B[:, None]))[:, 0]
-
     for _ in range(40):
         on_sphere = [
-            move * (length_B / move.flatten(1).norm(dim=1)).view(-1, *(1,) * (move.ndim - 1))
+            move * (length_B / move.flatten(1).norm(dim=1).clamp_min(1e-300)).view(-1, *(1,) * (move.ndim - 1))
             for move, length_B in zip(moves, lengths, strict=True)
         ]
-        moved_B = margin_of(on_sphere)
-        found = torch.autograd.grad(moved_B.sum(), on_sphere)
-        moves = [-gradient.detach() for gradient in found]  # a Frank-Wolfe step to the boundary of each ball
+        value_B = value_of(on_sphere)
+        found = torch.autograd.grad(value_B.sum(), on_sphere, materialize_grads=True)
+        moves = [gradient.detach() for gradient in found]  # a Frank-Wolfe step to the boundary of each ball
         moves = [move.requires_grad_() for move in moves]
-    return (margin_of([torch.zeros_like(move) for move in moves]) - moved_B).detach()
+    return (value_B - value_of([torch.zeros_like(move) for move in moves])).detach()
+
+
+@pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
+def test_no_input_moves_further_than_where_the_error_behind_it_is_taken(parts: str) -> None:
+    """Errors grow with the radius, as those of served attention do, so that ||M_i|| is measured for them."""
+    certifier, analysis = analysis_of(parts, count=2)
+    radii, e_B = dict[int, Tensor](), torch.full((2,), 0.02, dtype=torch.float64)
+
+    def off(node: int, r_B: Tensor) -> Tensor:
+        radii[node] = r_B
+        return 0.01 * r_B
+
+    here = replace(off_by(analysis, 0.0), off=off)
+    ellipsoids = RadiusStage(here, e_B, Columns.of(here.tape, here.images)).ellipsoids
+    clean = points_of(certifier, here, [torch.zeros(())] * (1 + len(here.tape.of_nodes)))
+    for share in (1.0, 0.3):
+        ellipsoids.at(share * e_B)
+        lengths = [share * e_B, *(0.01 * radii[node] for node in sorted(radii))]
+        for node, radius_B in sorted(radii.items()):
+
+            def moved_of(moves: Sequence[Tensor], node: int = node) -> Tensor:
+                return (points_of(certifier, here, moves)[node] - clean[node] + 1e-30).flatten(1).norm(dim=1)
+
+            assert (ascended(moved_of, here, lengths) <= radius_B).all()
+    assert any(bool(norm_B.isfinite().all()) for norm_B in ellipsoids._inputs.values())
 
 
 @pytest.mark.parametrize("parts", mostly_slow(PARTS, "lofast"))
