@@ -1,4 +1,4 @@
-"""Which attention gives the most certified accuracy? The same budget for each, on CIFAR-10.
+"""The search for the attention that gives the most certified accuracy, with the same budget for each, on CIFAR-10.
 
     python -m benchmarks.attentions search VARIANT data.root=SHARDS    16 trials, judged on the last test shards
     python -m benchmarks.attentions final VARIANT data.root=SHARDS     the best of them trained with three seeds
