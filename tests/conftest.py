@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,7 @@ import certizoo.compat  # noqa: F401  (repairs torchvision before a test module 
 from certizoo.registry import store
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` in a script inherits a Ctrl-C that is ignored
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
