@@ -61,15 +61,16 @@ SEEDS = (0, 1, 2)
 class Measured:
     """One final: shares of the test images in per cent, those under PGD and certified in the order of EPS.
 
-    `without_content` is clean accuracy with all attention scores 0.
+    `chosen` are the parameters of the best trial, and `without_content` is clean accuracy with all attention scores 0.
     """
 
     variant: str
     seed: int
+    chosen: list[str]
     clean: float
     without_content: float
-    certified: tuple[float, ...]
-    attacked: tuple[float, ...]
+    certified: list[float]
+    attacked: list[float]
     training_minutes: float
 
 
@@ -106,43 +107,53 @@ def best_of(variant: str) -> dict[str, Any]:
 
 
 def final(variant: str, overrides: Sequence[str]) -> None:
-    """Train the best trial's parameters with every seed, and add what the certificates say to the results."""
+    """Train the best trial's parameters with every seed, and add what the certificates say to the results.
+
+    Recorded finals with these parameters are not repeated.
+    """
     space, own = VARIANTS[variant]
     chosen = [f"{key}={value:.4g}" for key, value in best_of(variant).items()]
     fixed = (*COMMON, *spaces.load(space).overrides, *own, *chosen, *FINAL, *overrides)
+    done = [one for one in recorded() if one.variant != variant or one.chosen == chosen]
     for seed in SEEDS:
+        if any((one.variant, one.seed) == (variant, seed) for one in done):
+            continue
         name = f"attention-{variant}"
         options = (*fixed, f"registry.model_name={name}", f"name={name}-s{seed}", f"seed={seed}")
         run = Training(options, compose_config("adv_train", options))
         train("adv_train", run, to_file=False)
-        write([*others(variant, seed), measured(variant, seed, run)], overrides)
+        done.append(measured(variant, seed, chosen, run))
+        write(done, overrides)
 
 
-def measured(variant: str, seed: int, run: Training) -> Measured:
+def measured(variant: str, seed: int, chosen: list[str], run: Training) -> Measured:
     """Return what the run's certificate and log say."""
     found = json.loads((run.folder / "certificate" / "certificate.json").read_text())
     shares = [found["accuracy"][f"{float(eps):g}"] for eps in EPS]
     logged = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    minutes = (logged[-1]["time"] - logged[0]["time"]) / 60_000
     return Measured(
-        variant, seed, 100 * found["clean"], 100 * found["clean_without_content"],
-        tuple(100 * share["certified"] for share in shares), tuple(100 * share["pgd"] for share in shares), minutes,
-    )  # fmt: skip
+        variant=variant,
+        seed=seed,
+        chosen=chosen,
+        clean=100 * found["clean"],
+        without_content=100 * found["clean_without_content"],
+        certified=[100 * share["certified"] for share in shares],
+        attacked=[100 * share["pgd"] for share in shares],
+        training_minutes=(logged[-1]["time"] - logged[0]["time"]) / 60_000,
+    )
 
 
-def others(variant: str, seed: int) -> list[Measured]:
-    """Return the recorded finals, except this one."""
+def recorded() -> list[Measured]:
+    """Return the finals measured before."""
     file = RESULTS / f"{NAME}.json"
-    rows = json.loads(file.read_text())["measured"] if file.is_file() else []
-    return [Measured(**row) for row in rows if (row["variant"], row["seed"]) != (variant, seed)]
+    return [Measured(**row) for row in json.loads(file.read_text())["measured"]] if file.is_file() else []
 
 
 def write(done: Sequence[Measured], overrides: Sequence[str]) -> None:
     """Write the record, the table and the picture."""
     done = sorted(done, key=lambda one: (list(VARIANTS).index(one.variant), one.seed))
     words = " ".join(["python -m benchmarks.attentions final VARIANT", *portable(overrides)])
-    chosen = {variant: best_of(variant) for variant in {one.variant for one in done}}
-    record(NAME, {"command": words, "chosen": chosen, "measured": [*map(asdict, done)]})
+    record(NAME, {"command": words, "measured": [*map(asdict, done)]})
     (RESULTS / f"{NAME}.md").write_text(markdown(done))
     draw(done)
 
