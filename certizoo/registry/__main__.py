@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument("name", nargs="?", help="name of a model (default: all)")
     shown.add_argument("--sort", metavar="KEY", help="sort by a tag, best first, such as certified_acc.0.141")
     shown.add_argument("--where", metavar="CONDITION", action="append", default=[], help="dataset=cifar10, "
-        "certified_acc.0.1>=0.5; also != and <=; if repeated, all must hold")  # fmt: skip
+        "alias=champion, certified_acc.0.1>=0.5; also != and <=; if repeated, all must hold")  # fmt: skip
     shown.add_argument("--limit", type=argument(Count), default=50, help="most versions shown, the newest or the "
         "best by KEY (default: %(default)s)")  # fmt: skip
     add("show", show, "tags and card of a version").add_argument("reference", help=REFERENCE)
