@@ -14,7 +14,7 @@ from certify.graph.model import with_rules
 from certify.methods import AUTO, NAMES, chosen
 from certify.shared.bake import Model
 from certify.shared.ball import L2, known
-from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of
+from certify.shared.certificate import Analysis, Certificate, Certifier, guess_of, in_search
 from certizoo import UserError
 from certizoo.inputs import batch_given, require_numbers, require_radius
 from certizoo.nearest import unknown
@@ -147,7 +147,7 @@ def radius_of(analysis: Analysis) -> Tensor:
         open_B = sure_B & (high.eps_B > low.eps_B * (1 + TOLERANCE)) & (low.eps_B < MAX_EPS)
         if not bool(open_B.any()):
             break
-        answer = analysis.at(torch.where(open_B, eps_B, 0.0))  # eps = 0 costs nothing
+        answer = in_search(analysis, torch.where(open_B, eps_B, 0.0))  # eps = 0 costs nothing
         tried = End(eps_B, answer.loss_B / answer.margin_B)
         low = tried.where(open_B & answer.certified_B, low)
         high = tried.where(open_B & ~answer.certified_B, high)

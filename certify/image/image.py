@@ -11,8 +11,9 @@ hundredth of ||C_i|| |H_i|^2. A rival that stays open is bounded again with both
 image attains the worst of both. The result is the smaller of this bound and the adjoint one. Proofs:
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
-The maps M_i are built for one largest radius and hold for every smaller one: a *radius stage* (radius_stage.py). The
-first stage of an image is at its expected radius; later stages go up or down (certify/image/schedule.py).
+The maps M_i are built for one largest radius and hold for every smaller one: a *radius stage* (radius_stage.py). They
+prove most at the largest, so a single eps has a stage of its own. A search asks many, and answers them from a few stages:
+the first one of an image is at its expected radius; later ones go up or down (certify/image/schedule.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
@@ -91,12 +92,14 @@ class Level:
 class ImageAnalysis:
     """The analysis of a batch of correctly classified images.
 
-    The adjoint analysis answers every eps first. Forms on the ball of images bound what it leaves open.
+    The adjoint analysis answers every eps first. Forms on the ball of images bound what it leaves open. `levels` are
+    those of the search so far.
     """
 
     def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
         self.levels = list[Level]()
+        self._failure_B = torch.zeros_like(inner.clean.margin_BJ[:, 0])  # of the stages of single eps
 
     @property
     def clean(self) -> Clean:
@@ -113,7 +116,7 @@ class ImageAnalysis:
 
     @property
     def failure(self) -> float:
-        failure_B = torch.zeros_like(self.clean.margin_BJ[:, 0])
+        failure_B = self._failure_B.clone()
         for level in self.levels:
             failure_B[level.index_I] += level.stage.ellipsoids.failure
         return self.inner.failure + float(failure_B.max())
@@ -122,10 +125,23 @@ class ImageAnalysis:
         return self.ball.eps_within(SEARCH_START * self.beyond * self.expected_B)
 
     def at(self, eps: float | Tensor) -> Certificate:
+        large = self._budget.large  # where a stage takes too long to serve a single eps
+        return self._certified(eps, self._lower_in_search if large else self._lower_alone)
+
+    def in_search(self, eps: float | Tensor) -> Certificate:
+        return self._certified(eps, self._lower_in_search)
+
+    @torch.no_grad()
+    def _certified(self, eps: float | Tensor, lower: Callable[[Tensor, Tensor], None]) -> Certificate:
+        """Return the certificate; `lower` lowers, in place, the losses at e (B,) that the adjoint analysis leaves."""
         eps_B = per_image(eps, self.clean)
         e_B = self.ball.radius(eps_B)
         loss_BJ, class_B = self._unknown() if self._budget.large else self._answered(e_B)
-        loss_BJ, class_B = self._sharper(e_B, loss_BJ, class_B)
+        open_B = _open(self.clean, loss_BJ)
+        if bool(open_B.any()):
+            lower(e_B, loss_BJ)
+            won_B = open_B & ~_open(self.clean, loss_BJ)
+            class_B = torch.where(won_B, binding_class(self.clean, loss_BJ), class_B)
         return decide_by(self.clean, loss_BJ, eps_B, class_B)
 
     def breakdown(self, eps: float | Tensor) -> Breakdown:
@@ -152,14 +168,17 @@ class ImageAnalysis:
         loss_BJ = torch.full_like(margin_BJ, torch.inf).scatter(1, self.clean.label_B[:, None], 0.0)
         return loss_BJ, binding_class(self.clean, torch.zeros_like(loss_BJ))
 
-    @torch.no_grad()
-    def _sharper(self, e_B: Tensor, loss_BJ: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Lower the losses stage by stage while an image is open; return them with the deciding classes."""
-        clean = self.clean
-        open_B = was_open_B = _open(clean, loss_BJ)
-        if not bool(open_B.any()):
-            return loss_BJ, class_B
-        schedule = self._first
+    def _lower_alone(self, e_B: Tensor, loss_BJ: Tensor) -> None:
+        """Lower the losses of open images by a stage for this e, unless the first order alone uses up a margin."""
+        (index_I,) = torch.where(_open(self.clean, loss_BJ) & (e_B > 0) & (e_B < self._first_order.end_B))
+        if len(index_I):
+            stage = self._stage(index_I, e_B)
+            loss_BJ[index_I] = stage.losses(e_B[index_I], loss_BJ[index_I])
+            self._failure_B[index_I] += stage.ellipsoids.failure
+
+    def _lower_in_search(self, e_B: Tensor, loss_BJ: Tensor) -> None:
+        """Lower the losses stage by stage while an image is open."""
+        clean, schedule, open_B = self.clean, self._first, _open(self.clean, loss_BJ)
         for number in range(MAX_STAGES):
             open_B = open_B & schedule.may_decide(e_B)
             if not bool(open_B.any()):
@@ -170,8 +189,6 @@ class ImageAnalysis:
             schedule = level.next  # before `_lower`, as it bounds rivals: answers must not depend on earlier ones
             self._lower(level, e_B, loss_BJ, open_B)
             open_B = open_B & _open(clean, loss_BJ)
-        won_B = was_open_B & ~_open(clean, loss_BJ)
-        return loss_BJ, torch.where(won_B, binding_class(clean, loss_BJ), class_B)
 
     def _lower(self, level: Level, e_B: Tensor, loss_BJ: Tensor, open_B: Tensor) -> None:
         """Lower, in place, the losses of the open images whose radius lies within this stage."""

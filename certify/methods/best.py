@@ -6,7 +6,7 @@ LoFAST replaces the Taylor certificate where that has no rules. It would prove n
 of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from certify.shared.certificate import (
     Clean,
     Explained,
     guess_of,
+    in_search,
     of_images,
 )
 from certify.taylor.taylor import Taylor
@@ -54,12 +55,20 @@ class BestAnalysis:
         return sum(analysis.failure for analysis in self._made)
 
     def at(self, eps: float | Tensor) -> Certificate:
-        best = self._analysis(0).at(eps)
+        return self._answered(eps, lambda analysis, eps_B: analysis.at(eps_B))
+
+    def in_search(self, eps: float | Tensor) -> Certificate:
+        return self._answered(eps, in_search)
+
+    def _answered(
+        self, eps: float | Tensor, answer: Callable[[Analysis, float | Tensor], Certificate]
+    ) -> Certificate:
+        best = answer(self._analysis(0), eps)
         for k in range(1, len(self._certifiers)):
             open_B = best.correct_B & ~best.certified_B
             if not bool(open_B.any()):
                 break
-            other = self._analysis(k).at(torch.where(open_B, best.eps_B, 0.0))  # eps = 0 costs nothing
+            other = answer(self._analysis(k), torch.where(open_B, best.eps_B, 0.0))  # eps = 0 costs nothing
             best = _better(best, other, open_B)
         return best
 

@@ -17,6 +17,7 @@ from certify.shared.certificate import (
     Clean,
     Explained,
     guess_of,
+    in_search,
     per_image,
 )
 
@@ -34,6 +35,12 @@ class CorrectImages:
         return max((analysis.failure for _, analysis in self.parts), default=0.0)
 
     def at(self, eps: float | Tensor) -> Certificate:
+        return self._answered(eps, lambda analysis, eps_I: analysis.at(eps_I))
+
+    def in_search(self, eps: float | Tensor) -> Certificate:
+        return self._answered(eps, in_search)
+
+    def _answered(self, eps: float | Tensor, answer: Callable[[Explained, Tensor], Certificate]) -> Certificate:
         eps_B = per_image(eps, self.clean)
         none_B = torch.zeros_like(self.clean.correct_B)
         whole = Certificate(
@@ -45,7 +52,7 @@ class CorrectImages:
             unknown_B=none_B.clone(),
         )
         for index_I, analysis in self.parts:
-            part = analysis.at(eps_B[index_I])
+            part = answer(analysis, eps_B[index_I])
             for field in fields(Certificate):
                 getattr(whole, field.name)[index_I] = getattr(part, field.name)
         return whole

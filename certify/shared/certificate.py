@@ -84,11 +84,18 @@ class Analysis(Protocol):
 
 
 @runtime_checkable
-class Guessing(Analysis, Protocol):
-    """An analysis that can estimate radii; optional for a method."""
+class Searched(Analysis, Protocol):
+    """An analysis with an answer of its own for the search of radii, which asks many eps; optional for a method."""
 
     def guess(self) -> Tensor:
         """Return for each image an eps at which to begin the search for its radius: (B,)."""
+        ...
+
+    def in_search(self, eps: float | Tensor) -> Certificate:
+        """Return a certificate as `at` does, from bounds for many eps: once they are made, at hardly any cost.
+
+        It may prove less than `at`.
+        """
         ...
 
 
@@ -162,10 +169,15 @@ def lowered(head: nn.Module, x: Tensor, clean: Clean) -> Clean:
 def guess_of(analysis: Analysis) -> Tensor:
     """Return the analysis's own guess where that is a radius, else a fixed one: a search from 0 would end at once."""
     usual_B = analysis.ball.eps_within(torch.full_like(analysis.clean.margin_BJ[:, 0], FIRST_RADIUS))
-    if not isinstance(analysis, Guessing):
+    if not isinstance(analysis, Searched):
         return usual_B
     guess_B = analysis.guess()
     return torch.where((guess_B > 0) & guess_B.isfinite(), guess_B, usual_B)
+
+
+def in_search(analysis: Analysis, eps: float | Tensor) -> Certificate:
+    """Return the certificate for one of the many eps of a search."""
+    return analysis.in_search(eps) if isinstance(analysis, Searched) else analysis.at(eps)
 
 
 def pair_weights(head: nn.Linear, labels_B: Tensor) -> Tensor:

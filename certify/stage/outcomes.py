@@ -78,16 +78,15 @@ def evaluate(
 def answers(analysis: Analysis, eps_grid: Sequence[float], search_radii: bool) -> tuple[Tensor, dict[float, list[str]]]:
     """Return the radii (B,), and the statuses at every eps.
 
-    An image is certified within its radius. Only a larger eps is asked, to tell `unknown` from `not certified`. Without
-    a search, radii are what these answers prove, from the largest eps down.
+    An image is certified within its radius, so that only a larger eps is asked: from the largest one down. Radii are
+    the largest of what a search, if any, and these answers prove.
     """
     radius_B = radius_of(analysis) if search_radii else torch.zeros_like(analysis.clean.margin_BJ[:, 0])
     statuses = {}
     for eps in sorted(eps_grid, reverse=True):
         found = analysis.at(torch.where(radius_B >= eps, 0.0, eps))
         statuses[eps] = status(found)
-        if not search_radii:
-            radius_B = torch.where(found.certified_B, radius_B.clamp_min(eps), radius_B)
+        radius_B = torch.where(found.certified_B, radius_B.clamp_min(eps), radius_B)
     return radius_B, statuses
 
 

@@ -21,7 +21,7 @@ from certify.image.radius_stage import Situation
 from certify.methods.served import ServedImage
 from certify.shared.bake import bake
 from certify.shared.ball import LINF, NORMS, Ball
-from certify.shared.certificate import Certificate, Clean, decide_by, per_image
+from certify.shared.certificate import Clean
 from certizoo import UserError
 from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.small_models import PARTS, SMALL, distinct
@@ -162,12 +162,9 @@ class FormsAnalysis(ImageAnalysis):
     def _situation(self, index_I: Tensor) -> Situation:
         return replace(super()._situation(index_I), proved=lambda e_I: torch.zeros_like(e_I, dtype=torch.bool))
 
-    def at(self, eps: float | Tensor) -> Certificate:
-        eps_B, margin_BJ = per_image(eps, self.clean), self.clean.margin_BJ
-        nothing_BJ = torch.where(eps_B[:, None] > 0, torch.inf, torch.zeros_like(margin_BJ))
-        class_B = margin_BJ.argmin(-1)
-        loss_BJ, class_B = self._sharper(self.ball.radius(eps_B), nothing_BJ, class_B)
-        return decide_by(self.clean, loss_BJ, eps_B, class_B)
+    def _answered(self, e_B: Tensor) -> tuple[Tensor, Tensor]:
+        margin_BJ = self.clean.margin_BJ
+        return torch.where(e_B[:, None] > 0, torch.inf, torch.zeros_like(margin_BJ)), margin_BJ.argmin(-1)
 
 
 class Forms(Image):

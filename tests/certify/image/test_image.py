@@ -378,8 +378,20 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
     radius_B = radius_of(one)
     for eps in (0.3, 0.001, 0.1):
         one.at(eps)
+        one.in_search(eps)
     for share in (0.9, 1.0, 1.1):
-        torch.testing.assert_close(one.at(share * radius_B).loss_B, other.at(share * radius_B).loss_B)
+        for answer in (type(one).at, type(one).in_search):
+            mine, its = (answer(analysis, share * radius_B).loss_B for analysis in (one, other))
+            torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_single_eps_is_proved_where_a_search_proves_it(norm: str) -> None:
+    """A stage for one eps is the tightest there is: its radii are those of the search, or larger."""
+    _, analysis = analysis_of("standard", norm=norm)
+    radius_B = radius_of(analysis)
+    assert (radius_B > 1.02 * radius_of(analysis.inner)).any(), "the stages prove nothing here"
+    assert analysis.at(0.99 * radius_B).certified_B.all()
 
 
 @pytest.mark.parametrize("nothing", mostly_slow((math.nan, 0.0), math.nan))
@@ -401,9 +413,12 @@ def test_the_chance_is_counted() -> None:
     _, analysis = analysis_of("standard")
     assert analysis.failure == analysis.inner.failure == 0
     analysis.at(1.02 * radius_of(analysis.inner))
+    alone = analysis.failure
+    assert analysis.inner.failure + ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE < alone < 1e-6
+    analysis.in_search(1.02 * radius_of(analysis.inner))
+    assert analysis.failure > alone + ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE
     assert analysis.levels
     assert max(level.stage.ellipsoids.failure for level in analysis.levels) <= analysis.failure < 1e-6
-    assert analysis.failure > ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-9, 1e9])
