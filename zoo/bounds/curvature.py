@@ -75,7 +75,7 @@ def affine_expansion(
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
         ones_B = torch.ones(len(x), dtype=x.dtype, device=x.device)
-        pull, push = pullback(f, x), linear_part(f, x)
+        pull, push = affine_pullback(f, x), linear_part(f, x)
         if x.shape[1:] not in roundings:
             roundings[x.shape[1:]] = affine_rounding(f, pullback(f, x[:1]), x[:1])
         return Expansion.without_remainder(
@@ -93,11 +93,20 @@ def affine_expansion(
 def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the map g (C, B, *y) -> J^T g (C, B, *x), by automatic differentiation at x."""
 
-    def pull(g: Tensor) -> Tensor:
-        vjp = torch.func.vjp(f, x)[1]
-        return torch.vmap(lambda g_one: vjp(g_one)[0])(g)
+    return lambda g: _each(torch.func.vjp(f, x)[1], g)
 
-    return pull
+
+def affine_pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return `pullback` of an affine f, from a single record of f: it holds nothing but weights.
+
+    The rounding of what f does to its weights is not in this record.
+    """
+    vjp = torch.func.vjp(f, x)[1]
+    return lambda g: _each(vjp, g)
+
+
+def _each(vjp: Callable[[Tensor], tuple[Tensor]], g: Tensor) -> Tensor:
+    return torch.vmap(lambda g_one: vjp(g_one)[0])(g)
 
 
 def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
