@@ -220,6 +220,28 @@ class Ellipsoids:
         g (C, B, *y) are their gradients at the outputs of the nonlinear leaves. Forms are those of `of_gradient`, or
         the absolute ones of `signed`.
         """
+        forms, bounds = self._of_gradients(g, signed)
+        zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
+        numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
+        if not forms:
+            return Margins(zero, zero, self.tape.nonlinear[-1], bounds, forms, numbers)
+        norm = self.seminorms(forms, "margin", numbers, COARSE)
+        constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
+        return Margins(norm, constant, max(forms), bounds, forms, numbers)
+
+    def signed_margins(self, g: Sequence[Vectors], class_CB: Tensor) -> list[Margins]:
+        """Return `margins` with signed forms, rival by rival; their norms are measured together."""
+        together = {at: torch.cat([of_one[at] for of_one in g]) for at in g[0]}
+        whole = self.margins(together, class_CB, signed=True)
+        found = list[Margins]()
+        for k, of_one in enumerate(g):
+            forms, bounds = self._of_gradients(of_one, signed=True)
+            costs = whole.norm[k : k + 1], whole.constant[k : k + 1]
+            found.append(Margins(*costs, whole.last, bounds, forms, whole.numbers[k : k + 1]))
+        return found
+
+    def _of_gradients(self, g: Vectors, signed: bool) -> tuple[dict[int, QuadraticForm], dict[int, Bound]]:
+        """Return the forms for gradients at leaves, and the bounds of leaves without any."""
         forms, bounds = dict[int, QuadraticForm](), dict[int, Bound]()
         for at in self.tape.nonlinear:
             leaf, reach = self.tape.leaves[at], self.rests[at].reach
@@ -228,13 +250,7 @@ class Ellipsoids:
             else:
                 of_leaf = leaf.forms
                 forms[at] = of_leaf.signed(g[at], reach).absolute if signed else of_leaf.of_gradient(g[at], reach)
-        zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
-        numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
-        if not forms:
-            return Margins(zero, zero, self.tape.nonlinear[-1], bounds, forms, numbers)
-        norm = self.seminorms(forms, "margin", numbers, COARSE)
-        constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
-        return Margins(norm, constant, max(forms), bounds, forms, numbers)
+        return forms, bounds
 
     def cost(self, margins: Margins, grown: Grown) -> Tensor:
         """Bound what remainders can cost of the margins: (C, B)."""

@@ -65,9 +65,9 @@ class Curvature:
         """The form with |c'|."""
         return self.forms.weighted(self.c.abs())
 
-    def apply(self, v: Tensor) -> Tensor:
-        """Return C v of one rival, for v (M, B, *x)."""
-        return self.forms.units_T(self.c * self.forms.units(v))
+    def pulled(self, d: Tensor) -> Tensor:
+        """Return what C makes of the changes d (M, B, N, H) of units, for one rival: (M, B, *x)."""
+        return self.forms.units_T(self.c * d)
 
     def with_more(self, share: Tensor, more: Tensor | None) -> QuadraticForm:
         """Return the form with c' + share |c'| + more, for shares (C, B)."""

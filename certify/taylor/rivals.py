@@ -39,15 +39,15 @@ class Rival:
     class_B: Tensor
     g: Gradients
     margins: Margins
+    curved: Curved
 
     @staticmethod
-    def of(here: Situation, ellipsoids: Ellipsoids, class_B: Tensor) -> "Rival":
-        g = here.gradients(class_B[None])
-        return Rival(here, ellipsoids, class_B, g, ellipsoids.margins(g.leaves, class_B[None], signed=True))
-
-    @cached_property
-    def curved(self) -> Curved:
-        return Curved.of(self.ellipsoids, self.margins, self.g.leaves)
+    def of(here: Situation, ellipsoids: Ellipsoids, class_CB: Tensor) -> list["Rival"]:
+        """Return these rivals; together they take less time than one by one."""
+        g = [here.gradients(class_B[None]) for class_B in class_CB]
+        margins = ellipsoids.signed_margins([of_one.leaves for of_one in g], class_CB)
+        curved = Curved.of(ellipsoids, [(one, of_one.leaves) for one, of_one in zip(margins, g, strict=True)])
+        return [Rival(here, ellipsoids, *parts) for parts in zip(class_CB, g, margins, curved, strict=True)]
 
     @cached_property
     def beside(self) -> Beside:
@@ -85,8 +85,9 @@ class Rivals:
         here: Situation,
         ellipsoids: Ellipsoids,
         formed: Callable[[Tensor, Gradients, Margins, Callable[[], Terms]], Formed],
+        at_once: int,
     ) -> None:
-        self.here, self.ellipsoids, self._formed = here, ellipsoids, formed
+        self.here, self.ellipsoids, self._formed, self._at_once = here, ellipsoids, formed, at_once
 
     def in_common(self, class_B: Tensor, wanted_B: Tensor, bound: Callable[[Formed], Tensor]) -> Tensor:
         """Bound the losses of the wanted rivals that are near; infinite elsewhere: (B,)."""
@@ -96,7 +97,7 @@ class Rivals:
         """Bound the losses of the wanted rivals by bounds of their own; infinite elsewhere: (B,)."""
         known_B = sum((one.class_B == class_B for one in self._own), torch.zeros_like(wanted_B))
         if bool((wanted_B & ~known_B).any()):
-            self._own.append(self._alone(Rival.of(self.here, self.ellipsoids, class_B)))
+            self._own += map(self._alone, Rival.of(self.here, self.ellipsoids, class_B[None]))
         return self._least(self._own, class_B, wanted_B, bound)
 
     def _least(
@@ -118,7 +119,8 @@ class Rivals:
         left_CB = torch.maximum(margin_CB - used_CB, LEAST * margin_CB).clamp_min(1e-100)
         rank_CB = (margin_CB / used_CB).argsort(0)[: int(near_CB.sum(0).max())]
         class_CB, near_CB, left_CB = (of_rivals.gather(0, rank_CB) for of_rivals in (class_CB, near_CB, left_CB))
-        rivals = [Rival.of(self.here, self.ellipsoids, class_B) for class_B in class_CB]
+        few = class_CB.split(self._at_once) if len(class_CB) else ()
+        rivals = [rival for some_CB in few for rival in Rival.of(self.here, self.ellipsoids, some_CB)]
         return list(zip(rivals, near_CB, left_CB, strict=True))
 
     @cached_property

@@ -62,7 +62,7 @@ class TaylorStage(RadiusStage):
 
     @cached_property
     def _rivals(self) -> Rivals:
-        return Rivals(self.here, self.ellipsoids, self.formed)
+        return Rivals(self.here, self.ellipsoids, self.formed, self.at_once)
 
 
 class TaylorAnalysis(ImageAnalysis):

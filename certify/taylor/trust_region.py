@@ -21,7 +21,7 @@ Letters: B images.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,16 @@ class Curved:
     numbers: Tensor
 
     @staticmethod
-    def of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> "Curved":
-        """Return it for margins with gradients g at the leaves."""
-        (numbers,), units = margins.numbers, units_of(ellipsoids, margins, g)
-        off = _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in units.items()}, margins.norm.square())
-        return Curved(units, crossed(ellipsoids, units, off, "crossed", numbers), numbers)
+    def of(ellipsoids: Ellipsoids, rivals: Sequence[tuple[Margins, Vectors]]) -> list["Curved"]:
+        """Return it for margins with their gradients at the leaves."""
+        units = [units_of(ellipsoids, margins, g) for margins, g in rivals]
+        off = [
+            _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in of_one.items()}, margins.norm.square())
+            for of_one, (margins, _) in zip(units, rivals, strict=True)
+        ]
+        crosses = crossed(ellipsoids, units, torch.cat(off))
+        numbers = [number for margins, _ in rivals for number in margins.numbers]
+        return [Curved(*parts) for parts in zip(units, crosses, numbers, strict=True)]
 
     @property
     def squares(self) -> dict[int, Tensor]:

@@ -163,7 +163,7 @@ def test_ascent_finds_no_larger_product_than_its_form(parts: str) -> None:
     stage = stage_of(analysis, 0.2)
     found, formed = ellipsoids_of(stage), stage._formed_of(stage.here.rivals_BR[:, :1].mT)
     units = units_of(found, formed.margins, stage.here.gradients(formed.class_CB).leaves)
-    x, last = crossed(found, units, torch.zeros_like(formed.first), "test", found.most_B[:, None]), max(units)
+    (x,), last = crossed(found, [units], torch.zeros_like(formed.first)), max(units)
     maps, size = dense(found.joint, last), analysis.images[0].numel()
     for k, bound in x.items():
         reach = found.rests[k].reach

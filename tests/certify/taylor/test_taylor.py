@@ -54,7 +54,7 @@ def test_the_first_order_alone_would_be_beaten() -> None:
     stage = stage_of(analysed(net, x, y), 0.05)
     asked, beyond = stage._asked(stage.most_B), False
     for class_B in stage.here.rivals_BR.mT:
-        rival, found_B = Rival.of(stage.here, stage.ellipsoids, class_B), fall(net, x, y, class_B, stage.most_B)
+        (rival,), found_B = Rival.of(stage.here, stage.ellipsoids, class_B[None]), fall(net, x, y, class_B, stage.most_B)
         terms = rival.alone()
         assert (found_B <= terms.cost(stage.most_B, asked.grown) * (1 + 1e-9)).all()
         beyond = beyond or bool((found_B > 1.001 * terms.first).any())
@@ -109,7 +109,7 @@ def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     _, analysis = taylor_of(parts)
     stage = stage_of(analysis, 0.2, 1e-3)
     found, grown = stage.ellipsoids, stage._asked(stage.most_B).grown
-    curved = Rival.of(stage.here, found, stage.here.rivals_BR[:, 0]).curved.units
+    curved = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)[0].curved.units
     behind = propagated(found, {at: c.c.abs() for at, c in curved.items()}, "test", found.most_B[:, None], grown)
     bound_B = behind.at(stage.most_B, grown)[0]
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     _, analysis = taylor_of("stem", count=1)
     stage = stage_of(analysis, 0.2)
     found = stage.ellipsoids
-    rival = Rival.of(stage.here, found, stage.here.rivals_BR[:, 0])
+    (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
     terms, g = rival.alone(), rival.g
     more = rival.curved.more(terms.propagated, terms.most)
     forms = forms_with_share(found, rival.margins, g.leaves, rival.curved, terms.tau, more)
