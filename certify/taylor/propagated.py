@@ -154,9 +154,6 @@ def aside(
     numbers: Tensor,
 ) -> Tensor:
     """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (1, B)."""
-    if not others:  # errors alone are small enough for a crude bound
-        crude = [form.largest.sqrt() * ellipsoids.rounding.sizes[at] for at, form in forms.items()]
-        return nan_to_inf(torch.stack(crude).sum(0) * OUT)
     scale = ellipsoids.joint.only(others, max(forms), forms[max(forms)].largest)
     return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
