@@ -12,8 +12,8 @@ image attains the worst of both. The result is the smaller of this bound and the
 docs/proofs.md#image-forms, docs/proofs.md#coupled.
 
 The maps M_i are built for one largest radius and hold for every smaller one: a *radius stage* (radius_stage.py). They
-prove most at the largest, so a single eps has a stage of its own. A search asks many, and answers them from a few stages:
-the first one of an image is at its expected radius; later ones go up or down (certify/image/schedule.py).
+prove most at the largest, so a single eps has a stage of its own. A search asks many, and answers them from a few
+stages: the first one of an image is at its expected radius; later ones go up or down (certify/image/schedule.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """

@@ -92,7 +92,6 @@ def affine_expansion(
 
 def pullback(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the map g (C, B, *y) -> J^T g (C, B, *x), by automatic differentiation at x."""
-
     return lambda g: _each(torch.func.vjp(f, x)[1], g)
 
 

@@ -54,8 +54,8 @@ def test_the_first_order_alone_would_be_beaten() -> None:
     stage = stage_of(analysed(net, x, y), 0.05)
     asked, beyond = stage._asked(stage.most_B), False
     for class_B in stage.here.rivals_BR.mT:
-        (rival,), found_B = Rival.of(stage.here, stage.ellipsoids, class_B[None]), fall(net, x, y, class_B, stage.most_B)
-        terms = rival.alone()
+        (rival,) = Rival.of(stage.here, stage.ellipsoids, class_B[None])
+        terms, found_B = rival.alone(), fall(net, x, y, class_B, stage.most_B)
         assert (found_B <= terms.cost(stage.most_B, asked.grown) * (1 + 1e-9)).all()
         beyond = beyond or bool((found_B > 1.001 * terms.first).any())
     assert beyond
