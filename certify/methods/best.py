@@ -60,9 +60,7 @@ class BestAnalysis:
     def in_search(self, eps: float | Tensor) -> Certificate:
         return self._answered(eps, in_search)
 
-    def _answered(
-        self, eps: float | Tensor, answer: Callable[[Analysis, float | Tensor], Certificate]
-    ) -> Certificate:
+    def _answered(self, eps: float | Tensor, answer: Callable[[Analysis, float | Tensor], Certificate]) -> Certificate:
         best = answer(self._analysis(0), eps)
         for k in range(1, len(self._certifiers)):
             open_B = best.correct_B & ~best.certified_B
