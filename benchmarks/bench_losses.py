@@ -1,4 +1,4 @@
-"""Tightness of whole certificates: the bound of a margin's loss / the loss that an attack finds, for our trained models.
+"""Tightness of whole certificates: bound of a margin's loss / loss that an attack finds, for our trained models.
 
 The margin of an image is that over the class whose first order comes closest to using it up. Its loss on the ball is
 bounded by the first order alone (which is no bound), with forms (`image`) and with second orders (`taylor`), and
