@@ -23,6 +23,7 @@ from certizoo import UserError, attacks
 from certizoo.attacks import KINDS, AttackConfig, fgsm, make, pgd
 from certizoo.attacks.transfer import Transfer
 from tests.tools.attacked import OPTIONS, attack_of, images_of, mlp, own_labels
+from tests.tools.cases import mostly_slow
 from tests.tools.folders import FILES, ROOT
 from tests.tools.small_models import PARTS, SMALL, labelled, small_model
 
@@ -107,7 +108,7 @@ def test_labels_that_are_no_classes_of_the_model_are_one_line(door: str, labels:
     assert "labels must lie in 0.." in refused(door, model, x, OTHER_CLASSES[labels](y))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", mostly_slow(DOORS, *DOORS.keys() - {"explain()"}))
 def test_labels_of_every_integer_type_are_the_same(door: str) -> None:
     model, x, y = call(door)
     expected = np.asarray(DOORS[door](model, x, y))

@@ -153,6 +153,7 @@ def padded(m: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(m, (0, like.shape[-1] - m.shape[-1]))
 
 
+@pytest.mark.slow
 def test_a_share_is_that_of_all_leaves_in_front() -> None:
     """The share is 2 (sum_l (eps_l / w_l)^2)^(1/2).
 
@@ -214,6 +215,7 @@ def test_a_map_whose_weights_cancel_has_no_norm(size: float) -> None:
     assert not analysis.at(1e-3).certified_B.any()
 
 
+@pytest.mark.slow
 def test_the_noise_leaves_room_for_the_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Lanczos allow less rounding: the noise grows until the maps have room; before, no bound was left.
 

@@ -163,6 +163,7 @@ def reader(folder: Path, log: Path, seed: int) -> None:
             file.write("".join(fetched))
 
 
+@pytest.mark.slow
 def test_processes_share_a_small_cache_within_its_bound(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     readers = [FRESH.Process(target=reader, args=(tmp_path / "cache", tmp_path / "log", seed)) for seed in range(3)]
