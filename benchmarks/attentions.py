@@ -6,8 +6,8 @@
 VARIANT is dp, l2, scsa, ln, msvp (dp with SpecFormer's penalty in place of the caps on W_Q, W_K and W_V), or gated
 (positions beside content, as in ConViT). All share the network and the certified training of
 configs/model/cert_gpsa_vit_c10.yaml. The trials of a search train for two epochs of the first 20,000 images; the finals
-for six epochs of all images, and are certified by `adjoint` on the first test images, which no search sees. Trials and
-finals go to the registry as attention-VARIANT.
+for six epochs of all images, and are certified by `adjoint` on the first test images, which no search sees. They go to
+the registry as attention-VARIANT, trials as attention-VARIANT-trials: a champion beats others on the same images.
 
 Results: benchmarks/results/search_attention_VARIANT.csv of the search; attentions.json, .md and .svg of all finals so
 far, written after each.
@@ -80,7 +80,7 @@ def search(variant: str, overrides: Sequence[str]) -> None:
     name = f"attention-{variant}"
     words = [sys.executable, str(ROOT / "tune.py"), "--space", space, "--name", name, "--num-samples", str(TRIALS)]
     words += ["--max-concurrent", "1", "--metric", f"certified_acc@{EPS[0]}", "--metric", "clean_acc", "--"]
-    words += [*COMMON, *own, *TRIAL, f"registry.model_name={name}", *overrides]
+    words += [*COMMON, *own, *TRIAL, f"registry.model_name={name}-trials", *overrides]
     if subprocess.run(words, cwd=ROOT).returncode:
         raise UserError(f"the search {name} did not finish; go on with: python tune.py --resume {name}")
     trials = pd.read_csv(ROOT / "runs/tune" / name / "results.csv").drop(columns=["ended", "run_dir", "why"])

@@ -57,11 +57,11 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 # the same models as they are served: the results, and the model's entry
 SERVED = {
-    "cert_vit_c10_float32": ("cert_vit_c10_cifar10_served", "cert_vit_c10"),
-    "cert_gpsa_vit_c10_float32": ("cert_gpsa_vit_c10_cifar10_served", "cert_gpsa_vit_c10"),
-    "cert_gpsa_vit_c10_gpu_float32": ("cert_gpsa_vit_c10_gpu_cifar10_served", "cert_gpsa_vit_c10_gpu"),
+    "cert_vit_c10_float32": (("cert_vit_c10_cifar10_served", "cert_vit_c10_cifar10_served_linf"), "cert_vit_c10"),
+    "cert_gpsa_vit_c10_float32": (("cert_gpsa_vit_c10_cifar10_served",), "cert_gpsa_vit_c10"),
+    "cert_gpsa_vit_c10_gpu_float32": (("cert_gpsa_vit_c10_gpu_cifar10_served",), "cert_gpsa_vit_c10_gpu"),
 }
-OURS = MODELS | {name: ((file,), MODELS[model][1] | {"name": name}) for name, (file, model) in SERVED.items()}
+OURS = MODELS | {name: (files, MODELS[model][1] | {"name": name}) for name, (files, model) in SERVED.items()}
 
 
 def entry(name: str) -> Entry:

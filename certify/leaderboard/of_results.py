@@ -158,7 +158,9 @@ def _command(summary: Summary) -> str:
     if "worst_case" in summary:
         return shlex.join(["python", "-m", "certify", "evaluate", *words, f"protocol={summary['protocol']}"])
     words += [f"eps=[{','.join(repr(eps) for eps in summary['eps'])}]", f"headline_eps={summary['headline_eps']!r}"]
-    return shlex.join(["python", "-m", "certify", *words, f"attack.steps={summary['attack']['steps']}"])
+    words += [f"attack.steps={summary['attack']['steps']}"]
+    words += [] if summary.get("search_radii", True) else ["search_radii=false"]
+    return shlex.join(["python", "-m", "certify", *words])
 
 
 def _soundness(summaries: Sequence[Summary]) -> str:
