@@ -10,6 +10,7 @@ Results: benchmarks/results/losses.json. A bound below what ascent finds ends th
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.experiments import portable
+from benchmarks.msvp import first_images
 from benchmarks.record import record
 from certify.taylor.taylor import Taylor, TaylorAnalysis
 from certizoo.config.compose import compose_config
-from certizoo.shards import DataConfig, eval_loader, find
+from certizoo.shards import DataConfig
 from tests.tools.ascent import ascend
 from tests.tools.taylor_stages import stage_of
 
@@ -50,16 +52,18 @@ class Loss:
     found: float
 
 
-def losses(name: str, images_BCHW: Tensor, labels_B: Tensor, count: int) -> Iterator[Loss]:
+def losses(name: str, data: DataConfig, count: int) -> Iterator[Loss]:
     """Iterate over the losses of the first `count` correct images at every eps."""
-    certifier = Taylor(zoo.create_model(name, pretrained=True).eval(), nonce="losses")
-    for image in range(len(images_BCHW)):
-        parts = certifier.analyse(images_BCHW[image : image + 1], labels_B[image : image + 1]).parts
-        if parts and count:
-            analysis = parts[0][1]
+    model = zoo.create_model(name, pretrained=True).eval()
+    images, labels = (batch.split(1) for batch in first_images(model, data, TRIED * count))
+    certifier, measured = Taylor(model, nonce="losses"), 0
+    for image, one in enumerate(zip(images, labels, strict=True)):
+        if measured == count:
+            break
+        for _, analysis in certifier.analyse(*one).parts:  # none where the image is misclassified
             assert isinstance(analysis, TaylorAnalysis)
             yield from (loss_of(name, image, eps, certifier.baked, analysis) for eps in EPS)
-            count -= 1
+            measured += 1
 
 
 def loss_of(name: str, image: int, eps: int, baked: nn.Module, analysis: TaylorAnalysis) -> Loss:
@@ -93,15 +97,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    data = DataConfig(
-        **compose_config("adv_train", ["+model=cert_vit_c10", "data=cifar10", *options.overrides])["data"]
-    )
-    count = TRIED * options.images
-    _, images, labels = next(iter(eval_loader(find(data, "test"), data, batch_size=count, limit=count)))
-    rows = list[Loss]()
+    config = compose_config("adv_train", [f"+model={options.models[0]}", "data=cifar10", *options.overrides])
+    data, rows = DataConfig(**config["data"]), list[Loss]()
+    command = " ".join(["python -m benchmarks.bench_losses", *portable(sys.argv[1:])])
     for name in options.models:
-        rows += losses(name, images, labels, options.images)
-        command = " ".join(["python -m benchmarks.bench_losses", *portable(options.overrides)])
+        rows += losses(name, data, options.images)
         record("losses", {"command": command, "steps": STEPS, "starts": STARTS, "rows": [*map(asdict, rows)]})
     Console().print(table(rows))
 

@@ -214,13 +214,25 @@ class Ellipsoids:
             return torch.full_like(radius_B, torch.inf)
         return torch.where(counts_B, self._norm(leaves[0]), torch.inf)  # image by image: independent of the others
 
-    def margins(self, g: Vectors, class_CB: Tensor, *, signed: bool = False) -> Margins:
+    def margins(self, g: Vectors, class_CB: Tensor) -> Margins:
         """Return the costs for the margins over these classes.
 
-        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves. Forms are those of `of_gradient`, or
-        the absolute ones of `signed`.
+        g (C, B, *y) are their gradients at the outputs of the nonlinear leaves. Forms are those of `of_gradient`.
         """
-        forms, bounds = self._of_gradients(g, signed)
+        return self._margins(class_CB, *self._of_gradients(g, signed=False))
+
+    def signed_margins(self, g: Sequence[Vectors], class_CB: Tensor) -> list[Margins]:
+        """Return `margins` with the absolute forms of `signed`, rival by rival; norms are measured together."""
+        together = {at: torch.cat([of_one[at] for of_one in g]) for at in g[0]}
+        whole = self._margins(class_CB, *self._of_gradients(together, signed=True))
+        found = list[Margins]()
+        for k, of_one in enumerate(g):
+            forms, bounds = self._of_gradients(of_one, signed=True)
+            costs = whole.norm[k : k + 1], whole.constant[k : k + 1]
+            found.append(Margins(*costs, whole.last, bounds, forms, whole.numbers[k : k + 1]))
+        return found
+
+    def _margins(self, class_CB: Tensor, forms: Mapping[int, QuadraticForm], bounds: Mapping[int, Bound]) -> Margins:
         zero = torch.zeros_like(self.most_B).expand(class_CB.shape)
         numbers = [torch.stack([self.most_B, class_B.to(self.most_B)], 1) for class_B in class_CB]
         if not forms:
@@ -228,17 +240,6 @@ class Ellipsoids:
         norm = self.seminorms(forms, "margin", numbers, COARSE)
         constant = torch.stack([zero + form.constant for form in forms.values()]).sum(0)
         return Margins(norm, constant, max(forms), bounds, forms, numbers)
-
-    def signed_margins(self, g: Sequence[Vectors], class_CB: Tensor) -> list[Margins]:
-        """Return `margins` with signed forms, rival by rival; their norms are measured together."""
-        together = {at: torch.cat([of_one[at] for of_one in g]) for at in g[0]}
-        whole = self.margins(together, class_CB, signed=True)
-        found = list[Margins]()
-        for k, of_one in enumerate(g):
-            forms, bounds = self._of_gradients(of_one, signed=True)
-            costs = whole.norm[k : k + 1], whole.constant[k : k + 1]
-            found.append(Margins(*costs, whole.last, bounds, forms, whole.numbers[k : k + 1]))
-        return found
 
     def _of_gradients(self, g: Vectors, signed: bool) -> tuple[dict[int, QuadraticForm], dict[int, Bound]]:
         """Return the forms for gradients at leaves, and the bounds of leaves without any."""
