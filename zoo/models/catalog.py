@@ -160,6 +160,14 @@ CERT_STEM_C10: Options = CERT_C10 | {
 # The same with gated positions instead of content: the units of the stem no longer change the scores nonlinearly, which
 # causes most of the remainders of the model above.
 CERT_GPSA_C10: Options = CERT_STEM_C10 | {"gpsa_layers": 1, "embed_dim": 126, "num_heads": 9}
+# The same with attention by content: the variants that benchmarks/attentions.py compares.
+CERT_ATTENTIONS: dict[str, Options] = {
+    "dp": {"name": "dp"},
+    "l2": {"name": "l2"},
+    "ln": {"name": "ln"},
+    "msvp": {"name": "dp"},  # trained with SpecFormer's penalty
+    "scsa": {"name": "scsa", "tau": 0.1062, "nu": 1.0, "eps": 9.724},
+}
 # The same for training on a GPU: three times the filters, twice the width, a second block.
 CERT_GPSA_C10_GPU: Options = CERT_GPSA_C10 | {
     "stem": ((768, 8, 4, 2),),
@@ -337,6 +345,8 @@ def _families() -> dict[str, Options]:
         "lofast_vit_c10_aol": LOFAST_C10 | AOL,
         "lofast_vit_c10_orthogonal": LOFAST_C10 | ORTHOGONAL,
     }
+    for name, attention in CERT_ATTENTIONS.items():
+        found[f"cert_{name}_vit_c10"] = CERT_GPSA_C10 | {"gpsa_layers": 0, "attention": attention}
     for width, depths in LOFAST_SIZES.items():
         size = {"embed_dim": width, "num_heads": 8 if width == 384 else 4}
         found |= {f"lofast_vit_w{width}_l{depth}": LOFAST | size | {"depth": depth} for depth in depths}
