@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from certify.image.budget import Budget
-from certify.image.ellipsoid import Draw, identity, within
+from certify.image.ellipsoid import within
 from certify.image.joint import Joint, Noise, Sizes
+from certify.image.measured import Draw, identity
 from zoo.arithmetic import broadcast_batch
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, QuadraticForm

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from certify.image.budget import budget
-from certify.image.ellipsoid import SIZES, Draw, Known, Off
+from certify.image.ellipsoid import Known, Off
 from certify.image.joint import IMAGE, NOISE, Joint, Noise, Sizes
+from certify.image.measured import SIZES, Draw
 from certify.image.rounding import ALLOWED, Rounding
 from certify.image.samples import LENGTHS, Samples
 from zoo.arithmetic import U, broadcast_batch

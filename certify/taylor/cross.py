@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.ellipsoid import PROBE_FAILURE, Ellipsoids
-from certify.image.quantiles import least_mean_length
+from certify.image.ellipsoid import Ellipsoids
+from certify.image.measured import PROBE_FAILURE
+from certify.shared.quantiles import least_mean_length
 from certify.taylor.forms import Curvature, smooth_leaves
 from certify.taylor.propagated import TOGETHER, kappa_at, units_at
 from zoo.arithmetic import OUT, broadcast_batch, product

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from certify.image.budget import at_once
-from certify.image.ellipsoid import PROBE_FAILURE, TINY, Ellipsoids
+from certify.image.ellipsoid import Ellipsoids
 from certify.image.joint import Sizes
-from certify.image.quantiles import least_pair_sum, least_square_sum
+from certify.image.measured import PROBE_FAILURE, TINY
+from certify.shared.quantiles import least_pair_sum, least_square_sum
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms

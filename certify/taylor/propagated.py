@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, PROBE_FAILURE, Before, Ellipsoids, Grown
+from certify.image.ellipsoid import Before, Ellipsoids, Grown
 from certify.image.joint import IMAGE, Sizes
-from certify.image.quantiles import least_mean_length
+from certify.image.measured import COARSE, PROBE_FAILURE
+from certify.shared.quantiles import least_mean_length
 from certify.taylor.forms import kappa, smooth_leaves, smooth_units
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm

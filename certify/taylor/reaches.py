@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Before, Draw, Ellipsoids, Known, Off, Rest
+from certify.image.ellipsoid import Before, Ellipsoids, Known, Off, Rest
 from certify.image.joint import IMAGE, Joint
+from certify.image.measured import Draw
 from certify.taylor.forms import kappa, smooth_leaves
 from certify.taylor.pairs import Orders, Pairs
 from certify.taylor.propagated import Propagated, propagated

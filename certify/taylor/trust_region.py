@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, Ellipsoids, Grown, Margins
+from certify.image.ellipsoid import Ellipsoids, Grown, Margins
 from certify.image.joint import IMAGE
+from certify.image.measured import COARSE
 from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_leaves
 from certify.taylor.propagated import Propagated, aside, free, length2_of, others_before, units_at

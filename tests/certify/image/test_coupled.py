@@ -8,8 +8,8 @@ from torch import Tensor
 
 from certify.image import coupled as module
 from certify.image.columns import Columns
-from certify.image.ellipsoid import COARSE
 from certify.image.joint import IMAGE, NOISE
+from certify.image.measured import COARSE
 from certify.image.radius_stage import Formed, RadiusStage
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, dense, matrix, off_by

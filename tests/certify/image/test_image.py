@@ -15,7 +15,7 @@ import zoo
 from certify import certified_radius
 from certify.adjoint.adjoint import Adjoint
 from certify.api import radius_of
-from certify.image import budget, ellipsoid
+from certify.image import budget, measured
 from certify.image.columns import Columns
 from certify.image.ellipsoid import Ellipsoids
 from certify.image.image import Image, ImageAnalysis
@@ -292,7 +292,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "an estimate for a bound": lambda patch: patch.setattr(lanczos, "norms", one_step),
     LENGTHS: lambda patch: patch.setattr(Situation, "sizes", short(Situation.sizes)),
-    "probes that reach too short": lambda patch: patch.setattr(ellipsoid, "least_square_sum", lambda *_: 100 * 1536.0),
+    "probes that reach too short": lambda patch: patch.setattr(measured, "least_square_sum", lambda *_: 100 * 1536.0),
 }
 
 
@@ -414,9 +414,9 @@ def test_the_chance_is_counted() -> None:
     assert analysis.failure == analysis.inner.failure == 0
     analysis.at(1.02 * radius_of(analysis.inner))
     alone = analysis.failure
-    assert analysis.inner.failure + ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE < alone < 1e-6
+    assert analysis.inner.failure + measured.PROBE_FAILURE + 4 * lanczos.FAILURE < alone < 1e-6
     analysis.in_search(1.02 * radius_of(analysis.inner))
-    assert analysis.failure > alone + ellipsoid.PROBE_FAILURE + 4 * lanczos.FAILURE
+    assert analysis.failure > alone + measured.PROBE_FAILURE + 4 * lanczos.FAILURE
     assert analysis.levels
     assert max(level.stage.ellipsoids.failure for level in analysis.levels) <= analysis.failure < 1e-6
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import zoo
 from certify import certified_radius
 from certify.image.columns import Columns
-from certify.image.ellipsoid import COARSE, Ellipsoids
+from certify.image.ellipsoid import Ellipsoids
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint, Noise, Sizes
-from certify.image.quantiles import least_square_sum
+from certify.image.measured import COARSE
 from certify.image.radius_stage import RadiusStage, Situation
+from certify.shared.quantiles import least_square_sum
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import SMOOTH, analysis_of, dense, entering, look, matrix, situation, stage_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import COARSE, SIZES, identity
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import NOISE, Joint, Noise, Scale
+from certify.image.measured import COARSE, SIZES, identity
 from certify.image.rounding import ALLOWED, Rounding
 from certify.image.weights import MOVED
 from tests.tools.cases import mostly_slow

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from certify.image.quantiles import END, STEP, _transform, least_mean_length, least_pair_sum
+from certify.shared.quantiles import END, STEP, _transform, least_mean_length, least_pair_sum
 from tests.tools.ascent import ascend
 
 GRID = torch.arange(0.0, END, STEP, dtype=torch.float64)
