@@ -48,7 +48,8 @@ def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float
     assert not beaten(certifier, analysis, stage_of(analysis, eps), (eps, 0.1 * eps))
 
 
-@pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", PARTS)
 def test_any_weights_are_sound(parts: str) -> None:
     """Weights change how tight a bound is, never its validity."""
     certifier, analysis = analysis_of(parts, count=4)
@@ -385,7 +386,8 @@ def test_an_answer_does_not_hang_on_what_was_asked_before() -> None:
             torch.testing.assert_close(mine, its)
 
 
-@pytest.mark.parametrize("norm", mostly_slow(NORMS, "l2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORMS)
 def test_a_single_eps_is_proved_where_a_search_proves_it(norm: str) -> None:
     """A stage for one eps is the tightest there is: its radii are those of the search, or larger."""
     _, analysis = analysis_of("standard", norm=norm)

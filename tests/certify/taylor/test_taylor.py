@@ -138,6 +138,7 @@ def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     assert joint.sources(last)
 
 
+@pytest.mark.slow
 def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     """The bound of the trust region is above its dense optimum, and close to it."""
     _, analysis = taylor_of("stem", count=1)
@@ -158,6 +159,7 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     assert 0.9 * quadratic < best <= quadratic * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["lofast"])
 def test_a_model_without_exact_second_order_has_the_image_certificate(parts: str) -> None:
     _, taylor = taylor_of(parts)

@@ -209,6 +209,7 @@ def test_ctrl_c_in_haste_leaves_nothing() -> None:
         assert not runner.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_background_job_of_a_script_outlives_its_ctrl_c() -> None:
     """A background job ignores Ctrl-C, and the server prints another way to end it."""
     with handled(signal.SIGINT, signal.SIG_IGN), group() as runner:

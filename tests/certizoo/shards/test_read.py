@@ -352,6 +352,7 @@ print("read", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_loader_process_tidies_nothing_up_that_the_rank_had() -> None:
     """Closing fsspec's sessions there would wait for the rank's event loop, for up to a minute."""
     done = subprocess.run([sys.executable, "-c", HEIR], cwd=ROOT, capture_output=True, text=True, timeout=60)
