@@ -1,8 +1,13 @@
-"""Escape text from outside for a terminal and for Markdown."""
+"""Escape text from outside for a terminal and for Markdown, and write tables as CSV or JSON."""
 
+import csv
 import html
+import io
+import json
 import re
 import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 # C0 and C1 controls, changes of writing direction, and line separators: they move the cursor, colour the following
 # text, or show letters in another order.
@@ -30,6 +35,17 @@ def markdown(text: object) -> str:
 def code(text: object) -> str:
     """Return the text as a code span, which has no escapes."""
     return f"`{re.sub('[`<>|]', '?', plain(str(text))).replace('](', '] (')}`"
+
+
+def written(records: Sequence[Mapping[str, object]], form: Literal["csv", "json"]) -> str:
+    """Return records with the same keys as CSV with a line of keys, or as a JSON list."""
+    if form == "json":
+        return json.dumps([*map(dict, records)], indent=1) + "\n"
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(records[0]) if records else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
 
 
 def _whole(text: str) -> str:

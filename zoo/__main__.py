@@ -1,8 +1,6 @@
 """Command line of the zoo: `python -m zoo [PATTERN]`, `... show NAME`, `import`, `export`, `push`."""
 
 import argparse
-import csv
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +13,7 @@ from rich.table import Table
 from certizoo import UserError
 from certizoo.config.schema import Source, argument, as_path
 from certizoo.errors import one_line_errors
+from certizoo.text import written
 from zoo import handover
 from zoo.export import FORMATS, export_handover
 from zoo.importing import import_checkpoint
@@ -37,13 +36,7 @@ def list_models(args: argparse.Namespace) -> None:
     if args.format == "table":
         _console().print(overview.table(rows))
         return
-    records = [row.record() for row in rows]
-    if args.format == "json":
-        sys.stdout.write(json.dumps(records, indent=1) + "\n")
-        return
-    writer = csv.DictWriter(sys.stdout, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
+    sys.stdout.write(written([row.record() for row in rows], args.format))
 
 
 def show(args: argparse.Namespace) -> None:

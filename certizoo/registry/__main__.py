@@ -12,17 +12,21 @@ from certizoo import UserError
 from certizoo.config.schema import Count, Port, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.registry import browse, listing, publish, run_folder, runs, store, tables, ui
-from certizoo.text import plain
+from certizoo.text import plain, written
 
 REFERENCE = "NAME@ALIAS or NAME/VERSION"
 
 
 def list_versions(args: argparse.Namespace) -> None:
-    """Print a table of versions and their certified shares."""
+    """Print versions and their certified shares."""
     found, more = listing.listed(args.name, args.where, args.sort, args.limit, args.uri)
-    console().print(tables.versions(found))
+    if args.format == "table":
+        console().print(tables.versions(found))
+    else:
+        sys.stdout.write(written(tables.records(found), args.format))
     if more:
-        say(f"the {'best' if args.sort else 'newest'} {args.limit}; --limit N shows N of them")
+        note = f"the {'best' if args.sort else 'newest'} {args.limit}; --limit N shows N of them"
+        sys.stderr.write(f"{note}\n")
 
 
 def show(args: argparse.Namespace) -> None:
@@ -103,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
         "alias=champion, certified_acc.0.1>=0.5; also != and <=; if repeated, all must hold")  # fmt: skip
     shown.add_argument("--limit", type=argument(Count), default=50, help="most versions shown, the newest or the "
         "best by KEY (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--format", choices=("table", "csv", "json"), default="table")
     add("show", show, "tags and card of a version").add_argument("reference", help=REFERENCE)
     comparing = add("compare", compare, "tags of versions side by side")
     comparing.add_argument("references", nargs="+", help=REFERENCE)

@@ -17,13 +17,23 @@ OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "c
 MAX_CARD = 5000
 
 
-def versions(found: Sequence[Version]) -> Table:
-    """Return a table with one row per version and its certified shares."""
+def records(found: Sequence[Version]) -> list[dict[str, str]]:
+    """Return one record per version: its name, what it is, and its certified shares."""
     radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{version_tags.CERTIFIED}.")}, key=_radius)
-    table = _table("name", "version", "alias", *(key.removesuffix("_acc") for key in FACTS), *radii)
-    for v in found:
-        cells = (v.name, v.version, " ".join(v.aliases), *(fact(v, tag) for tag in (*FACTS, *radii)))
-        table.add_row(*map(_text, cells))
+    facts = {key.removesuffix("_acc"): key for key in FACTS} | {tag: tag for tag in radii}
+    return [
+        {"name": plain(v.name), "version": v.version, "alias": plain(" ".join(v.aliases))}
+        | {plain(name): plain(fact(v, tag)) for name, tag in facts.items()}
+        for v in found
+    ]
+
+
+def versions(found: Sequence[Version]) -> Table:
+    """Return a table with one row per version."""
+    rows = records(found)
+    table = _table(*(rows[0] if rows else ("name", "version", "alias")))
+    for row in rows:
+        table.add_row(*map(_text, row.values()))
     return table
 
 

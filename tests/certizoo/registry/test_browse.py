@@ -1,5 +1,6 @@
 """The commands that browse the registry: order, conditions, comparison, aliases and copies, on a real local store."""
 
+import csv
 import json
 import shutil
 import sys
@@ -15,6 +16,7 @@ from certizoo.registry.select import select
 from tests.tools import versions
 
 EPS = "0.141176"
+CHAMPION = "champion champion-digits"
 Command = Callable[..., str]
 
 
@@ -80,6 +82,15 @@ def test_list_as_the_readme_writes_it(command: Command) -> None:
     listed = command("list", "--sort", "certified_acc.0.141", "--where", "dataset=cifar10")
     assert listed.index("0.3000") < listed.index("0.0500")
     assert "digits" not in listed
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_a_list_for_other_programs_has_the_same_rows(form: str, command: Command) -> None:
+    text = command("list", "a", "--format", form)
+    rows = json.loads(text) if form == "json" else [*csv.DictReader(text.splitlines())]
+    assert [(row["name"], row["version"], row["alias"]) for row in rows] == [("a", "2", CHAMPION), ("a", "1", "")]
+    assert [float(row[f"certified_acc.{EPS}"]) for row in rows] == [0.9, 0.1]
+    assert rows[0].keys() >= {"dataset", "attention", "clean"}
 
 
 def test_show_and_compare(command: Command) -> None:
