@@ -160,6 +160,8 @@ CERT_STEM_C10: Options = CERT_C10 | {
 # The same with gated positions instead of content: the units of the stem no longer change the scores nonlinearly, which
 # causes most of the remainders of the model above.
 CERT_GPSA_C10: Options = CERT_STEM_C10 | {"gpsa_layers": 1, "embed_dim": 126, "num_heads": 9}
+# The same for Imagenette at 64 pixels: twice the kernels and strides, so that features and tokens are as many.
+CERT_IMAGENETTE: Options = CERT_GPSA_C10 | {"img_size": 64, "patch_size": 16, "stem": ((256, 16, 8, 4),)}
 # The same with attention by content: the variants that benchmarks/attentions.py compares.
 CERT_ATTENTIONS: dict[str, Options] = {
     "dp": {"name": "dp"},
@@ -338,6 +340,7 @@ def _families() -> dict[str, Options]:
         "cert_stem_vit_c10": CERT_STEM_C10,
         "cert_gpsa_vit_c10": CERT_GPSA_C10,
         "cert_gpsa_vit_c10_gpu": CERT_GPSA_C10_GPU,
+        "cert_gpsa_vit_imagenette": CERT_IMAGENETTE,
         "cert_vit_mnist": CERT_MNIST,
         "cert_vit_c100": CERT_GPSA_C10 | {"num_classes": 100},
         "lofast_vit_c10": LOFAST_C10,
