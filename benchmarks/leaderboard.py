@@ -12,6 +12,13 @@ from certify.leaderboard.of_results import entry_of
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 YEAR = 2026
 XEON = "of one core of a 2.5 GHz Xeon"
+ATTENTIONS = {  # attention: what it is, minutes of training
+    "dp": ("dot-product attention", 7),
+    "l2": ("L2 attention", 7),
+    "ln": ("Lipschitz-normalised attention", 9),
+    "msvp": ("dot-product attention and the MSVP penalty", 7),
+    "scsa": ("scaled cosine attention", 10),
+}
 # name: the results, and what they do not contain; training and commands are those of docs/results.md
 MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "cert_vit_c10": (
@@ -37,6 +44,23 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {
             "title": "A convolution, GELU and one block that attends by content, trained for its certificate",
             "training": "69 minutes of one core of a Zen 4 beside other jobs",
+        },
+    ),
+    **{
+        f"cert_{attention}_vit_c10": (
+            (f"cert_{attention}_vit_c10_cifar10_best",),
+            {
+                "title": f"A convolution, GELU and one block with {title}, trained for its certificate",
+                "training": f"{minutes} minutes of one core of an AMD EPYC beside other jobs",
+            },
+        )
+        for attention, (title, minutes) in ATTENTIONS.items()
+    },
+    "cert_gpsa_vit_imagenette": (
+        ("cert_gpsa_vit_imagenette_imagenette_best",),
+        {
+            "title": "A convolution, GELU and one block with gated positions at 64 pixels, trained for its certificate",
+            "training": "24 minutes of one core of an AMD EPYC beside another job",
         },
     ),
     "cert_vit_mnist": (

@@ -5,6 +5,18 @@ from collections.abc import Sequence
 KNOWN: dict[str, tuple[str, ...]] = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     "digits": tuple("0123456789"),
+    "imagenette": (
+        "tench",
+        "English springer",
+        "cassette player",
+        "chain saw",
+        "church",
+        "French horn",
+        "garbage truck",
+        "gas pump",
+        "golf ball",
+        "parachute",
+    ),
     "mnist": tuple("0123456789"),
 }
 

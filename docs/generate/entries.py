@@ -16,6 +16,7 @@ DATASETS = {
     "cifar100": "CIFAR-100",
     "tinyimagenet": "Tiny ImageNet",
     "imagenet": "ImageNet",
+    "imagenette": "Imagenette",
     "mnist": "MNIST",
     "digits": "Digits",
 }
