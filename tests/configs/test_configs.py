@@ -78,7 +78,8 @@ def test_every_shape_of_recipe_composes_to_its_model(entry: str, name: str) -> N
     assert config["run_dir"] == f"runs/{name}-digits-s0"
     own = "lmce" if name.startswith("cert_") else "pgd_at"
     assert config["objective"]["name"] == {"adv_train": own, "std_train": "clean"}[entry]
-    assert (config["penalty"]["lambda_q"] > 0) == name.startswith("spec_"), "spec_* is what MSVP is on for"
+    penalised = name.startswith("spec_") or "msvp" in name
+    assert (config["penalty"]["lambda_q"] > 0) == penalised, "MSVP is on for spec_* and what names it"
     with torch.device("meta"):  # true sizes are built in tests/zoo/models
         zoo.create_model(**(config["model"] | tiny_options(name)))
 
