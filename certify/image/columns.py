@@ -4,7 +4,7 @@ Only affine leaves precede it, and their maps are the same for every image. Wher
 (`Forms.shared`), |A^T a|^2 = sum_c <a, A e_c>^2 over the unit vectors e_c of images. The images of a batch can then
 carry different columns, so all of them together cost as much as one. Inputs on the way to that leaf, with weights w_n
 at the outputs of leaves, add at most (w_n ||J_n|| |a|)^2, and an error of torch in a column adds at most ||J_n|| |a|
-times that error. Random vectors (ellipsoid.py) find lengths only to within a third, and hence the remainders of units
+times that error. Random vectors (measured.py) find lengths only to within a third, and hence the remainders of units
 to the square of that factor. Proof: docs/proofs.md#columns.
 
 Letters: B images, M unit vectors an image.
