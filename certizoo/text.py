@@ -6,7 +6,7 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 # C0 and C1 controls, changes of writing direction, and line separators: they move the cursor, colour the following
@@ -37,12 +37,12 @@ def code(text: object) -> str:
     return f"`{re.sub('[`<>|]', '?', plain(str(text))).replace('](', '] (')}`"
 
 
-def written(records: Sequence[Mapping[str, object]], form: Literal["csv", "json"]) -> str:
-    """Return records with the same keys as CSV with a line of keys, or as a JSON list."""
+def written(keys: Iterable[str], records: Sequence[Mapping[str, object]], form: Literal["csv", "json"]) -> str:
+    """Return records with these keys as CSV, whose first line are the keys, or as a JSON list."""
     if form == "json":
         return json.dumps([*map(dict, records)], indent=1) + "\n"
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(records[0]) if records else [], lineterminator="\n")
+    writer = csv.DictWriter(text, list(keys), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return text.getvalue()

@@ -36,7 +36,8 @@ def list_models(args: argparse.Namespace) -> None:
     if args.format == "table":
         _console().print(overview.table(rows))
         return
-    sys.stdout.write(written([row.record() for row in rows], args.format))
+    records = [row.record() for row in rows]
+    sys.stdout.write(written(records[0], records, args.format))
 
 
 def show(args: argparse.Namespace) -> None:

@@ -23,7 +23,8 @@ def list_versions(args: argparse.Namespace) -> None:
     if args.format == "table":
         console().print(tables.versions(found))
     else:
-        sys.stdout.write(written(tables.records(found), args.format))
+        keys = (*tables.NAMES, *tables.columns(found))
+        sys.stdout.write(written(keys, tables.records(found), args.format))
     if more:
         note = f"the {'best' if args.sort else 'newest'} {args.limit}; --limit N shows N of them"
         sys.stderr.write(f"{note}\n")

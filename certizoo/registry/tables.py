@@ -11,28 +11,33 @@ from certizoo.registry.browse import Version
 from certizoo.registry.select import fact
 from certizoo.text import plain
 
+NAMES = ("name", "version", "alias")
 FACTS = ("dataset", "attention", "penalty", "method", "clean_acc")
 OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "certizoo", "git_commit", "trial",
        "search")  # always different, and not results  # fmt: skip
 MAX_CARD = 5000
 
 
-def records(found: Sequence[Version]) -> list[dict[str, str]]:
-    """Return one record per version: its name, what it is, and its certified shares."""
+def columns(found: Sequence[Version]) -> dict[str, str]:
+    """Return the headings of what versions are and prove, each with its tag; name, version and aliases are no tags."""
     radii = sorted({tag for v in found for tag in v.tags if tag.startswith(f"{version_tags.CERTIFIED}.")}, key=_radius)
-    facts = {key.removesuffix("_acc"): key for key in FACTS} | {tag: tag for tag in radii}
+    return {tag.removesuffix("_acc"): tag for tag in FACTS} | {plain(tag): tag for tag in radii}
+
+
+def records(found: Sequence[Version]) -> list[dict[str, str]]:
+    """Return one record per version: NAMES and the columns."""
+    tag_of = columns(found)
     return [
-        {"name": plain(v.name), "version": v.version, "alias": plain(" ".join(v.aliases))}
-        | {plain(name): plain(fact(v, tag)) for name, tag in facts.items()}
+        dict(zip(NAMES, map(plain, (v.name, v.version, " ".join(v.aliases))), strict=True))
+        | {heading: plain(fact(v, tag)) for heading, tag in tag_of.items()}
         for v in found
     ]
 
 
 def versions(found: Sequence[Version]) -> Table:
     """Return a table with one row per version."""
-    rows = records(found)
-    table = _table(*(rows[0] if rows else ("name", "version", "alias")))
-    for row in rows:
+    table = _table(*NAMES, *columns(found))
+    for row in records(found):
         table.add_row(*map(_text, row.values()))
     return table
 

@@ -93,6 +93,13 @@ def test_a_list_for_other_programs_has_the_same_rows(form: str, command: Command
     assert rows[0].keys() >= {"dataset", "attention", "clean"}
 
 
+def test_a_list_of_nothing_has_its_columns(command: Command) -> None:
+    nothing = ("list", "--where", "nothing=here")
+    assert command(*nothing, "--format", "csv") == "name,version,alias,dataset,attention,penalty,method,clean\n"
+    assert command(*nothing, "--format", "json") == "[]\n"
+    assert "attention" in command(*nothing)
+
+
 def test_show_and_compare(command: Command) -> None:
     assert "card 1" in command("show", "a/2")
     compared = command("compare", "a/1", "a/2", "b/2")
