@@ -17,6 +17,7 @@ from certizoo import UserError, shards
 from certizoo.locks import locked
 from certizoo.shards import DataConfig
 from certizoo.shards.cache import Cache
+from tests.tools.cases import mostly_slow
 from tests.tools.shard_server import Server, serving
 
 FRESH = multiprocessing.get_context("forkserver")  # a fork would inherit this process's locks, held for ever
@@ -191,13 +192,14 @@ def slow_reader(folder: Path, log: Path) -> None:
     assert Cache(folder, 3500).open("a", 1000, fill).read() == content("a", 1000)
 
 
-def test_processes_that_want_the_same_file_fetch_it_once(tmp_path: Path) -> None:
-    readers = [FRESH.Process(target=slow_reader, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(2)]
+@pytest.mark.parametrize("count", mostly_slow((2, 4), 2))
+def test_processes_that_want_the_same_file_fetch_it_once(count: int, tmp_path: Path) -> None:
+    readers = [FRESH.Process(target=slow_reader, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(count)]
     for process in readers:
         process.start()
     for process in readers:
         process.join(30)
-    assert [process.exitcode for process in readers] == [0] * 2
+    assert [process.exitcode for process in readers] == [0] * count
     assert (tmp_path / "log").read_text() == "x"
 
 
