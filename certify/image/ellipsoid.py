@@ -16,7 +16,7 @@ within lambda_max(M_i^T C M_i) Theta_i. A bound of |H_i| from elsewhere also bou
 before any of the random vectors that measure M_i is drawn; proved bounds of remainders enter Theta alone. Proof:
 docs/proofs.md#image-forms.
 
-Letters: B images, C rivals of each, M random vectors.
+Letters: B images, C rivals of each.
 """
 
 from collections.abc import Callable, Mapping, Sequence

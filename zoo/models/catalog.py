@@ -162,20 +162,20 @@ CERT_STEM_C10: Options = CERT_C10 | {
 CERT_GPSA_C10: Options = CERT_STEM_C10 | {"gpsa_layers": 1, "embed_dim": 126, "num_heads": 9}
 # The same for Imagenette at 64 pixels: twice the kernels and strides, so that features and tokens are as many.
 CERT_IMAGENETTE: Options = CERT_GPSA_C10 | {"img_size": 64, "patch_size": 16, "stem": ((256, 16, 8, 4),)}
-# The same with attention by content: the variants that benchmarks/attentions.py compares.
-CERT_ATTENTIONS: dict[str, Options] = {
-    "dp": {"name": "dp"},
-    "l2": {"name": "l2"},
-    "ln": {"name": "ln"},
-    "msvp": {"name": "dp"},  # trained with SpecFormer's penalty
-    "scsa": {"name": "scsa", "tau": 0.1062, "nu": 1.0, "eps": 9.724},
-}
 # The same for training on a GPU: three times the filters, twice the width, a second block.
 CERT_GPSA_C10_GPU: Options = CERT_GPSA_C10 | {
     "stem": ((768, 8, 4, 2),),
     "gpsa_layers": 2,
     "embed_dim": 252,
     "depth": 2,
+}
+# Attentions by content in the place of the gated positions of CERT_GPSA_C10, as benchmarks/attentions.py compares them.
+CERT_ATTENTIONS: dict[str, Options] = {
+    "dp": {"name": "dp"},
+    "l2": {"name": "l2"},
+    "ln": {"name": "ln"},
+    "msvp": {"name": "dp"},  # trained with SpecFormer's penalty
+    "scsa": {"name": "scsa", "tau": 0.1062, "nu": 1.0, "eps": 9.724},
 }
 # Digits are farther apart than photographs: with pixels divided by 0.5, not by 0.25, the same caps allow radii twice as
 # large.
