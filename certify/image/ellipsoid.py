@@ -43,13 +43,14 @@ Off = Callable[[int, Tensor], Tensor]  # node, r (B,) -> error at its end for in
 class Grown:
     """The bounds at one e.
 
-    `before` is Theta before every nonlinear leaf, `theta` that of each leaf, `sizes` bounds of |H| for some
-    leaves, `defects` the errors at the ends of nodes, `theta_0` that of the errors before every leaf, and `whole_B`
-    Theta of everything.
+    `before` is Theta before every nonlinear leaf, `theta` that of each leaf, `third` what a subclass knows of leaves,
+    `sizes` bounds of |H| for some leaves, `defects` the errors at the ends of nodes, `theta_0` that of the errors
+    before every leaf, and `whole_B` Theta of everything.
     """
 
     before: Sizes
     theta: Sizes
+    third: Sizes
     sizes: Sizes
     defects: Sequence[Tensor]
     theta_0: Sizes
@@ -60,12 +61,14 @@ class Grown:
 class Before:
     """The bounds before a leaf at one e.
 
-    `total_B` is Theta, `theta` that of each earlier leaf, `theta_0` that of the errors before every leaf so far, and
-    `sizes` bounds of |H| for some leaves. `third` is what a subclass knows of earlier leaves.
+    `total_B` is Theta, `before` that of each earlier leaf, `theta` that of its remainder, `theta_0` that of the errors
+    before every leaf so far, and `sizes` bounds of |H| for some leaves. `third` is what a subclass knows of earlier
+    leaves.
     """
 
     e_B: Tensor
     total_B: Tensor
+    before: Sizes
     theta: Sizes
     theta_0: Sizes
     sizes: Sizes
@@ -134,12 +137,12 @@ class Ellipsoids(MeasuredMaps):
             defects.append(self._off(node, radius_B))
             for at in leaves:
                 if at in self.tape.nonlinear:
-                    known = Before(eps_B, total_B, dict(theta), dict(theta_0), sizes, third)
+                    known = Before(eps_B, total_B, dict(before), dict(theta), dict(theta_0), sizes, third)
                     before[at], theta[at] = total_B, theta_of(at, known)
                     total_B = total_B + theta[at]
             square_B = nan_to_inf(defects[-1] / self.joint.noise.weights[leaves[-1]]).square() * OUT
             total_B, errors_B = total_B + square_B, errors_B + square_B
-        return Grown(before, theta, sizes, defects, theta_0, total_B)
+        return Grown(before, theta, third, sizes, defects, theta_0, total_B)
 
     def _moved(self, node: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """Bound how far the input of a node moves, for the error at its end: (B,).

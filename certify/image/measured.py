@@ -8,7 +8,7 @@ contains it (rounding.py). Proofs: docs/proofs.md#probes, docs/proofs.md#lanczos
 Letters: B images, C forms of each, M random vectors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from certify.image.joint import Joint, Scale, Sizes
 from certify.image.rounding import ALLOWED, Rounding
 from certify.shared.quantiles import least_square_sum
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
-from zoo.bounds import lanczos
+from zoo.bounds import block_power, lanczos
 from zoo.bounds.contracts import QuadraticForm
 
 TINY = 1e-290  # over underflow
@@ -162,6 +162,40 @@ class MeasuredMaps:
 
         found = lanczos.norms(apply, start, allowed, self.budget.close).square() * OUT
         return torch.fmin(nan_to_inf((found - shift).clamp_min(0)), within)
+
+    def across(
+        self,
+        forms: Mapping[int, QuadraticForm],
+        sources: Collection[int],
+        word: str,
+        numbers: Sequence[Tensor],
+        within: Tensor,
+    ) -> Tensor:
+        """Return upper bounds of |P S v| for images v of length 1, S = sum_i M_i^T C_i M_i of either sign: (C, B).
+
+        P keeps these sources and the noise; `within` as for `top`. Rounding is large compared with this norm, so that
+        it is bounded by powers (zoo/bounds/block_power.py).
+        """
+        last, size = max(forms), self.joint.images[0].numel()
+        self.failure += len(numbers) * PROBE_FAILURE
+        room, kept = torch.Size([block_power.VECTORS, size]), self.joint.only(sources, last, within).entries[0, 0]
+        start = torch.stack([self.draw(room, word, of_map) for of_map in numbers])
+        slip, gram = OUT * ALLOWED * self.rounding.shift_of(forms, within), self.joint.gram(forms)
+
+        def product_with(v: Tensor) -> Tensor:
+            """(C B, M, n) -> (C B, M, n)."""
+            whole = v.unflatten(0, slip.shape).movedim(2, 1).flatten(0, 1)
+            return gram(whole).unflatten(0, (len(slip), -1)).movedim(1, 2).flatten(0, 1)
+
+        found = block_power.norm_upper(
+            lambda v: kept * product_with(pad(v, (0, len(kept) - size))),
+            lambda y: product_with(y)[..., :size],
+            start.flatten(0, 1),
+            slip.flatten(),
+            within.flatten(),
+            least_square_sum(block_power.VECTORS, PROBE_FAILURE),
+        )
+        return found.view_as(within)
 
     def norm_of(self, at: int) -> Tensor:
         """Return ||M_i|| (B,)."""

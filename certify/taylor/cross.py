@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.ellipsoid import Ellipsoids
 from certify.image.measured import PROBE_FAILURE
 from certify.shared.quantiles import least_mean_length
-from certify.taylor.forms import Curvature, smooth_leaves
-from certify.taylor.propagated import TOGETHER, kappa_at, units_at
+from certify.taylor.bent import BentEllipsoids
+from certify.taylor.forms import Curvature, smooth_leaves, units_at
+from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.tape import Vectors
 
 VECTORS = 256
 
 
-def crossed(ellipsoids: Ellipsoids, rivals: Sequence[Mapping[int, Curvature]], off_CB: Tensor) -> list[Vectors]:
+def crossed(ellipsoids: BentEllipsoids, rivals: Sequence[Mapping[int, Curvature]], off_CB: Tensor) -> list[Vectors]:
     """Return x (1, B, N, H) of all units that others follow, at the largest e, for each of these rivals.
 
     `rivals` have the coefficients of the same leaves. `off_CB` bounds the error of torch's product with the forms of
@@ -57,19 +57,19 @@ def crossed(ellipsoids: Ellipsoids, rivals: Sequence[Mapping[int, Curvature]], o
     return [_bounds(ellipsoids, found, far_B) for found, far_B in zip(squares, far_CB, strict=True)]
 
 
-def _of_units(ellipsoids: Ellipsoids, leaves: Collection[int], u: Tensor) -> Vectors:
+def _of_units(ellipsoids: BentEllipsoids, leaves: Collection[int], u: Tensor) -> Vectors:
     """Return the changes (M, B, N, H) of the units of some leaves for vectors u (M, B, n) of the image."""
     joint, last, d = ellipsoids.joint, max(leaves), Vectors()
 
     def visit(at: int, v: Tensor) -> None:
         if at in leaves:
-            d[at] = units_at(ellipsoids, at).units(v)
+            d[at] = units_at(ellipsoids.tape, at).units(v)
 
     joint.push(pad(u, (0, joint.room(last) - u.shape[-1])), visit, last)
     return d
 
 
-def _bounds(ellipsoids: Ellipsoids, squares: Vectors, far_B: Tensor) -> Vectors:
+def _bounds(ellipsoids: BentEllipsoids, squares: Vectors, far_B: Tensor) -> Vectors:
     """Return x (1, B, N, H) of one rival from the sums of the squares of all <Y, G>, each sum off by at most far^2."""
     least = least_mean_length(VECTORS, PROBE_FAILURE)
     return {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import U, at_least_near, broadcast_batch
+from zoo.arithmetic import U, at_least_near
 from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.elementwise import UnitForms
@@ -32,6 +32,13 @@ def smooth_leaves(tape: Tape) -> dict[int, UnitForms]:
     """Return the leaves with such units."""
     found = {at: smooth_units(tape.leaves[at].forms) for at in tape.nonlinear}
     return {at: forms for at, forms in found.items() if forms is not None}
+
+
+def units_at(tape: Tape, at: int) -> UnitForms:
+    """Return the forms of a leaf with such units."""
+    forms = smooth_units(tape.leaves[at].forms)
+    assert forms is not None
+    return forms
 
 
 def hull(forms: UnitForms, reach: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,10 +76,9 @@ class Curvature:
         """Return what C makes of the changes d (M, B, N, H) of units, for one rival: (M, B, *x)."""
         return self.forms.units_T(self.c * d)
 
-    def with_more(self, share: Tensor, more: Tensor | None) -> QuadraticForm:
-        """Return the form with c' + share |c'| + more, for shares (C, B)."""
-        whole = self.c + broadcast_batch(share, self.c.shape[2:]) * self.c.abs()
-        bound = self.c.abs() * broadcast_batch((1 + share) * (1 + 8 * U), self.c.shape[2:])
+    def with_more(self, more: Tensor | None = None) -> QuadraticForm:
+        """Return the form with c' + more."""
+        whole, bound = self.c, self.c.abs()
         if more is not None:
-            whole, bound = whole + more, bound + more * (1 + 8 * U)
+            whole, bound = whole + more, (bound + more) * (1 + 8 * U)
         return replace(self.forms.weighted(bound), apply=lambda v: self.forms.units_T(whole * self.forms.units(v)))

@@ -66,7 +66,7 @@ class Pairs:
                 seen.first[at] = self.formed[at].squares(v) + seen.first.get(at, 0.0)
             if at in self.units:
                 moved[at] = self.units[at].units(v)
-                seen.longest_of(seen.units, at, moved[at])
+                longest(seen.units, at, moved[at])
 
         def bent(at: int, v: Tensor) -> Tensor | None:
             if at in self.formed:
@@ -75,7 +75,7 @@ class Pairs:
                 return None
             one, other = moved[at].chunk(2)
             r = self.curvature(at) * one * other
-            seen.longest_of(seen.sources, at, r / joint.weights[at])
+            longest(seen.sources, at, r / joint.weights[at])
             return joint.tape.spread(r, at)
 
         u = torch.cat([x, y])
@@ -110,20 +110,27 @@ class Pairs:
         return orders
 
     def _away(self, at: int, size_B: Tensor) -> Tensor:
-        """Bound how far torch's <a, M u> is from the exact one, for |u| <= size: (B, ...)."""
-        ellipsoids, length = self.ellipsoids, self.ellipsoids.lengths_of[at]
-        moved_B = product(ellipsoids.rounding.share(at), size_B) * OUT
-        far_B = product(ellipsoids.rounding.sizes[at], size_B) * 2
-        room = length.shape[1:]
-        return product(length, broadcast_batch(moved_B, room)) + product(
-            self.formed[at].slack, broadcast_batch(far_B, room)
-        )
+        return away(self.ellipsoids, self.formed[at], at, size_B)
 
     def _source_off(self, at: int, seen: "Seen", away: Tensor) -> Tensor:
         """Bound how far s d d' / W, as computed, is from the exact one: (B,)."""
         worst_B = (self.curvature(at).abs() * away / self.ellipsoids.joint.weights[at]).flatten(1).amax(1)
         longest_B = 2 * seen.units[at] + torch.linalg.vector_norm(away.flatten(1), dim=1)
         return product(worst_B, longest_B) * OUT + 8 * U * seen.sources[at]
+
+
+def away(ellipsoids: Ellipsoids, forms: Forms, at: int, size_B: Tensor) -> Tensor:
+    """Bound how far torch's <a, M u> is from the exact one, for |u| <= size: (B, ...)."""
+    length = ellipsoids.lengths_of[at]
+    moved_B = product(ellipsoids.rounding.share(at), size_B) * OUT
+    far_B, room = product(ellipsoids.rounding.sizes[at], size_B) * 2, length.shape[1:]
+    return product(length, broadcast_batch(moved_B, room)) + product(forms.slack, broadcast_batch(far_B, room))
+
+
+def longest(lengths: Sizes, at: int, v: Tensor) -> None:
+    """Take the length of vectors v (M, B, ...) into the largest one of a leaf."""
+    length_B = torch.linalg.vector_norm(v.flatten(2), dim=-1).amax(0)
+    lengths[at] = torch.maximum(lengths[at], length_B) if at in lengths else length_B
 
 
 @dataclass
@@ -135,8 +142,3 @@ class Seen:
     image_B: Tensor
     units: Sizes
     sources: Sizes
-
-    @staticmethod
-    def longest_of(lengths: Sizes, at: int, v: Tensor) -> None:
-        length_B = torch.linalg.vector_norm(v.flatten(2), dim=-1).amax(0)
-        lengths[at] = torch.maximum(lengths[at], length_B) if at in lengths else length_B

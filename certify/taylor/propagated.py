@@ -26,14 +26,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Before, Ellipsoids, Grown
+from certify.image.ellipsoid import Before, Grown
 from certify.image.joint import IMAGE, Sizes
 from certify.image.measured import COARSE, PROBE_FAILURE
 from certify.shared.quantiles import least_mean_length
-from certify.taylor.forms import kappa, smooth_leaves, smooth_units
+from certify.taylor.aside import Aside, aside
+from certify.taylor.bent import BentEllipsoids
+from certify.taylor.forms import kappa, units_at
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
-from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 
 VECTORS = 1024  # for rivals; with 256 the rho are a fifth longer
@@ -46,16 +47,13 @@ SIGMA = (1e-3, 10.0)  # range of sigma
 class Propagated:
     """The bound <u, Z u> + rest' of |C^(1/2) b| for some diagonal C, u = G / E, (1, B).
 
-    `z` are the coefficients of Z, and `image` its largest eigenvalue; `rest` bounds what others add for sources of
-    length 1 before the leaf `last`, and `more` is the share of the rest' of `before`, the same question about earlier
-    leaves.
+    `z` are the coefficients of Z, and `image` its largest eigenvalue; `rest` is what others add, and `more` the share
+    of the rest' of `before`, the same question about earlier leaves.
     """
 
-    last: int
     z: Vectors
     image: Tensor
-    rest: Tensor
-    others: tuple[int, ...]
+    rest: Aside
     most_B: Tensor
     more: Tensor
     before: "Propagated | None"
@@ -66,31 +64,20 @@ class Propagated:
 
     def aside(self, grown: Grown | Before) -> Tensor:
         """Return rest'."""
-        aside = product(self.rest, length2_of(self.others, grown, self.last).sqrt())
+        found = self.rest.at(grown)
         if self.before is not None:
-            aside = aside + product(self.more, self.before.aside(grown))
-        return nan_to_inf(aside * OUT)
+            found = found + product(self.more, self.before.aside(grown))
+        return nan_to_inf(found * OUT)
 
     def times(self, size: Tensor) -> "Propagated":
         """Return the bound for size^2 C, with sizes (1, B)."""
         z = {at: broadcast_batch(size, of_leaf.shape[2:]) * of_leaf for at, of_leaf in self.z.items()}
-        image, rest, more = (product(size, part) for part in (self.image, self.rest, self.more))
-        return replace(self, z=z, image=image, rest=rest, more=more)
-
-
-def length2_of(others: tuple[int, ...], grown: Grown | Before, at: int) -> Tensor:
-    """Return the square of the length of these sources and of the errors before a leaf: (B,)."""
-    return sum((grown.theta[k] for k in others), grown.theta_0[at])
-
-
-def others_before(ellipsoids: Ellipsoids, at: int) -> tuple[int, ...]:
-    """Return the leaves without units that reach leaf `at`."""
-    smooth = smooth_leaves(ellipsoids.tape)
-    return tuple(k for k in ellipsoids.joint.sources(at) if k not in smooth)
+        image, more = product(size, self.image), product(size, self.more)
+        return replace(self, z=z, image=image, rest=self.rest.times(size), more=more)
 
 
 def propagated(
-    ellipsoids: Ellipsoids,
+    ellipsoids: BentEllipsoids,
     c: Mapping[int, Tensor],
     word: str,
     numbers: Tensor,
@@ -102,13 +89,10 @@ def propagated(
     numbers (B, n) are seeds, and `grown` has the bounds of earlier leaves at the largest e.
     """
     joint, most_B = ellipsoids.joint, ellipsoids.joint.most_B
-    forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in c.items()}
-    others = others_before(ellipsoids, max(c))
-    units = [k for k in joint.sources(max(c)) if k not in others]
-    rest = aside(ellipsoids, forms, others, f"{word} others", numbers)
-    zero = torch.zeros_like(rest)
+    rest = aside(ellipsoids, c, f"{word} others", numbers)
+    units, zero = [k for k in joint.sources(max(c)) if k not in rest.leaves], torch.zeros_like(rest.free)
     if not units:
-        return Propagated(max(c), {}, zero, rest, others, most_B, zero, None)
+        return Propagated({}, zero, rest, most_B, zero, None)
     rho = _lengths(ellipsoids, c, units, f"{word} lengths", numbers, vectors)
     bent = {k: 0.5 * kappa_at(ellipsoids, k) * rho[k] for k in units}
     before = propagated(ellipsoids, bent, f"{word} before", numbers, grown, min(vectors, BEFORE))
@@ -118,12 +102,12 @@ def propagated(
     more = product(1 + 1 / sigma, most) * OUT
     z = {k: _sum(1 + sigma, of_leaf, more, before.z.get(k)) for k, of_leaf in bent.items()}
     image = _of_image(ellipsoids, z, f"{word} image", numbers, ellipsoids.budget.close)
-    return Propagated(max(c), z, image, rest, others, most_B, more, before)
+    return Propagated(z, image, rest, most_B, more, before)
 
 
-def _of_image(ellipsoids: Ellipsoids, c: Vectors, word: str, numbers: Tensor, close: float) -> Tensor:
+def _of_image(ellipsoids: BentEllipsoids, c: Vectors, word: str, numbers: Tensor, close: float) -> Tensor:
     """Return the largest eigenvalue of the form with coefficients c on the image: (1, B)."""
-    forms = {k: units_at(ellipsoids, k).weighted(of_leaf) for k, of_leaf in c.items()}
+    forms = {k: units_at(ellipsoids.tape, k).weighted(of_leaf) for k, of_leaf in c.items()}
     scale = ellipsoids.joint.only((IMAGE,), max(c), forms[max(c)].largest)
     return ellipsoids.seminorms(forms, word, [numbers], close, scale).square()
 
@@ -134,32 +118,14 @@ def _sum(share: Tensor, c: Tensor, more: Tensor, z: Tensor | None) -> Tensor:
     return found if z is None else found + broadcast_batch(more, z.shape[2:]) * z
 
 
-def units_at(ellipsoids: Ellipsoids, at: int) -> UnitForms:
-    forms = smooth_units(ellipsoids.tape.leaves[at].forms)
-    assert forms is not None
-    return forms
-
-
-def kappa_at(ellipsoids: Ellipsoids, at: int) -> Tensor:
+def kappa_at(ellipsoids: BentEllipsoids, at: int) -> Tensor:
     """Return kappa of a leaf's units: (B, N, H)."""
     reach = ellipsoids.rests[at].reach
     assert reach is not None
-    return kappa(units_at(ellipsoids, at), reach)
+    return kappa(units_at(ellipsoids.tape, at), reach)
 
 
-def aside(
-    ellipsoids: Ellipsoids,
-    forms: Mapping[int, QuadraticForm],
-    others: tuple[int, ...],
-    word: str,
-    numbers: Tensor,
-) -> Tensor:
-    """Return the largest |C^(1/2) H| for sources of length 1 at other leaves, and errors: (1, B)."""
-    scale = ellipsoids.joint.only(others, max(forms), forms[max(forms)].largest)
-    return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
-
-
-def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
+def free(ellipsoids: BentEllipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
     """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (1, B)."""
     last = max(forms)
     scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
@@ -167,7 +133,7 @@ def free(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], word: str, 
 
 
 def _lengths(
-    ellipsoids: Ellipsoids, c: Mapping[int, Tensor], units: list[int], word: str, numbers: Tensor, vectors: int
+    ellipsoids: BentEllipsoids, c: Mapping[int, Tensor], units: list[int], word: str, numbers: Tensor, vectors: int
 ) -> Vectors:
     """Return rho (1, B, N, H) of the units of some leaves, from so many random vectors."""
     tape, joint, rounding = ellipsoids.tape, ellipsoids.joint, ellipsoids.rounding
@@ -178,7 +144,7 @@ def _lengths(
         for at, root in roots.items():
             room = torch.Size([TOGETHER, *root.shape[2:]])
             epsilon = ellipsoids.draw(room, f"{word} {at} {first}", numbers).movedim(1, 0)
-            forms = units_at(ellipsoids, at)
+            forms = units_at(ellipsoids.tape, at)
             joining[at] = forms.units_T(epsilon * root)
             length_MB = torch.linalg.vector_norm(epsilon.flatten(2), dim=-1) * root.flatten(2).amax(-1)
             share = gamma(forms.terms + 8) * forms.absolute

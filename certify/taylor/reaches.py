@@ -12,7 +12,8 @@ With b_k what remainders do to unit k, D_k its reach, and delta_k >= |c_k - s_k|
 
 q = delta e |A_k| / 2 and p = kappa (e |A_k| + D_k) / 2; propagated.py bounds the |b_k| of a leaf together.
 
-pairs.py measures the first two orders. Proof: docs/proofs.md#second-reaches.
+pairs.py measures the first two orders. Leaves with a Hessian add a second order of their own (bent.py). Proof:
+docs/proofs.md#second-reaches.
 
 Letters: B images.
 """
@@ -24,9 +25,11 @@ import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Before, Ellipsoids, Known, Off, Rest
+from certify.image.ellipsoid import Before, Known, Off, Rest
 from certify.image.joint import IMAGE, Joint
 from certify.image.measured import Draw
+from certify.taylor.aside import free_length2
+from certify.taylor.bent import BentEllipsoids
 from certify.taylor.forms import kappa, smooth_leaves
 from certify.taylor.pairs import Orders, Pairs
 from certify.taylor.propagated import Propagated, propagated
@@ -47,7 +50,7 @@ class Third:
     of_remainders: Propagated
 
 
-class CloserEllipsoids(Ellipsoids):
+class CloserEllipsoids(BentEllipsoids):
     """The ellipsoids of all leaves, with the lesser of both reaches."""
 
     def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
@@ -70,7 +73,7 @@ class CloserEllipsoids(Ellipsoids):
     def _theta(self, at: int, known: Before) -> Tensor:
         theta_B = super()._theta(at, known)
         if at in self._thirds:
-            known.third[at] = self._third(at, known)
+            known.third[at] = torch.fmin(theta_B, self._third(at, known))
         return theta_B
 
     @cached_property
@@ -79,18 +82,20 @@ class CloserEllipsoids(Ellipsoids):
 
     @cached_property
     def _orders(self) -> Orders | None:
-        """The first two orders; None where no leaf follows units, or the model is large."""
-        formed = {at: forms for at in self.tape.nonlinear if (forms := self.tape.leaves[at].forms) is not None}
-        if self.budget.large or not self._units or max(formed) == min(self._units):
+        """The first two orders; None where no leaf follows units or a leaf with a Hessian, or the model is large."""
+        if not self._units or max(self.formed, default=-1) <= min(self._units | self.hessians):
             return None
-        return Pairs(self, formed, self._units, self.budget.probes // 2).orders()
+        return Pairs(self, self.formed, self._units, self.budget.probes // 2).orders()
 
     def _beta(self, at: int, known: Before) -> Tensor:
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""
         assert self._orders is not None
         second, length = self._orders.second[at], self.lengths_of[at]
-        free_B = sum((known.third.get(k, theta_B) for k, theta_B in known.theta.items()), known.theta_0[at])
+        free_B = free_length2(tuple(known.theta), known, at)
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
+        if at in self.bent.halves:
+            theta_B = self.bent.theta(at, known)
+            rest = rest + product(self.bent.halves[at], broadcast_batch(theta_B, length.shape[1:]))
         return nan_to_inf(second * broadcast_batch((known.e_B / self.most_B).square(), second.shape[1:]) + rest)
 
     def _measured_third(self, at: int, reach: Tensor, first: Tensor, known: Before) -> Third:

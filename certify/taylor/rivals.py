@@ -18,8 +18,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Ellipsoids, Margins
+from certify.image.ellipsoid import Margins
 from certify.image.radius_stage import Formed, Gradients, Situation
+from certify.taylor.bent import BentEllipsoids
 from certify.taylor.propagated import Propagated, propagated
 from certify.taylor.trust_region import Beside, Curved, Terms, terms_of
 from zoo.arithmetic import OUT, broadcast_batch
@@ -35,14 +36,14 @@ class Rival:
     """One rival of every image, with what its bounds are made of."""
 
     here: Situation
-    ellipsoids: Ellipsoids
+    ellipsoids: BentEllipsoids
     class_B: Tensor
     g: Gradients
     margins: Margins
     curved: Curved
 
     @staticmethod
-    def of(here: Situation, ellipsoids: Ellipsoids, class_CB: Tensor) -> list["Rival"]:
+    def of(here: Situation, ellipsoids: BentEllipsoids, class_CB: Tensor) -> list["Rival"]:
         """Return these rivals; together they take less time than one by one."""
         g = [here.gradients(class_B[None]) for class_B in class_CB]
         margins = ellipsoids.signed_margins([of_one.leaves for of_one in g], class_CB)
@@ -51,7 +52,7 @@ class Rival:
 
     @cached_property
     def beside(self) -> Beside:
-        return Beside.of(self.ellipsoids, self.margins, self.curved)
+        return Beside.of(self.ellipsoids, self.margins, self.g.leaves, self.curved)
 
     def alone(self) -> Terms:
         numbers, most = self.curved.numbers, self.ellipsoids.most
@@ -83,7 +84,7 @@ class Rivals:
     def __init__(
         self,
         here: Situation,
-        ellipsoids: Ellipsoids,
+        ellipsoids: BentEllipsoids,
         formed: Callable[[Tensor, Gradients, Margins, Callable[[], Terms]], Formed],
         at_once: int,
     ) -> None:

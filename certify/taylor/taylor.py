@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, RadiusStage
@@ -35,7 +34,9 @@ BEYOND = 1.25  # first largest e, relative to that of `certify.image`; too large
 class TaylorStage(RadiusStage):
     """A radius stage with exact second orders for the rivals that its other bounds leave open."""
 
-    def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
+    ellipsoids: CloserEllipsoids
+
+    def bounds(self, joint: Joint, first: Columns | None) -> CloserEllipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
     def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:

@@ -1,21 +1,19 @@
 """The largest loss of a margin to first order, second order and remainders together.
 
 The input of leaf l changes by A_l G + b_l. With its form C of either sign and its absolute one |C|
-(docs/proofs.md#third-order), and any tau > 0,
+(docs/proofs.md#third-order),
 
-    <H, C H>  <=  <A_l G, (C + tau |C|) A_l G> + (1 + 1 / tau) <b_l, |C| b_l>.
+    <H, C H>  <=  <A_l G, C A_l G> + 2 <A_l G, C b_l> + <b_l, |C| b_l>.
 
-For hidden units this is split further: b = p + o, p of the remainders of earlier units and o of all others,
-
-    c' d^2  <=  (c' + tau |c'|) (A G)^2 + 2 c' A G p + c'+ b^2 + |c'| o^2 / tau,
-
-cross.py bounds the sum of the products by forms x d^2 of those earlier units, and propagated.py that of the b^2. What
-is left is a trust region problem on the image: for the sum S of all (E A_l)^T C E A_l, b = -E g_0, t = e / E, and every
-m above lambda_max(S),
+For hidden units b = p + o, p of the remainders of earlier units and o of all others. cross.py bounds the sum of the
+products with p by forms x d^2 of those earlier units, and propagated.py the sum of the c' b^2. All other products are
+at most |G| / E times the length of what moves b, times the norm of a block of sum_l M_l^T C M_l. What is left is a
+trust region problem on the image: for the sum S of all (E A_l)^T C E A_l, b = -E g_0, t = e / E, and every m above
+lambda_max(S),
 
     max { <b, u> + <u, S u> / 2 : |u| <= t }  <=  ( m t^2 + <b, (m - S)^-1 b> ) / 2.
 
-S tends to minus the Hessian of the margin as e and tau shrink. Proof: docs/proofs.md#taylor.
+S tends to minus the Hessian of the margin as e shrinks. Proof: docs/proofs.md#taylor.
 
 Letters: B images.
 """
@@ -28,19 +26,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import Ellipsoids, Grown, Margins
+from certify.image.ellipsoid import Grown, Margins
 from certify.image.joint import IMAGE
 from certify.image.measured import COARSE
+from certify.taylor.bent import BentEllipsoids
 from certify.taylor.cross import crossed
-from certify.taylor.forms import Curvature, smooth_leaves
-from certify.taylor.propagated import Propagated, aside, free, length2_of, others_before, units_at
-from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
+from certify.taylor.forms import Curvature, smooth_leaves, units_at
+from certify.taylor.propagated import Propagated, free
+from zoo.arithmetic import OUT, U, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
 SPARE = (0.01, 0.05, 0.2, 0.5)  # tried multiples of lambda_max above it
 STEEP = (1.0, 1.05, 1.15, 1.3, 1.6)  # m in units of |b| / t
-TAU = (0.01, 4.0)  # range of tau
 APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only errors and attention move, and behind
 
 
@@ -53,7 +51,7 @@ class Curved:
     numbers: Tensor
 
     @staticmethod
-    def of(ellipsoids: Ellipsoids, rivals: Sequence[tuple[Margins, Vectors]]) -> list["Curved"]:
+    def of(ellipsoids: BentEllipsoids, rivals: Sequence[tuple[Margins, Vectors]]) -> list["Curved"]:
         """Return it for margins with their gradients at the leaves."""
         units = [units_of(ellipsoids, margins, g) for margins, g in rivals]
         off = [
@@ -85,42 +83,47 @@ class Curved:
 
 @dataclass(frozen=True)
 class Beside:
-    """The share of leaves and errors in the loss of one rival, beside its units, at the largest e: (1, B) each.
+    """The share of leaves without units, and of errors, in the loss of one rival, at the largest e: (1, B) each.
 
-    `aside` bounds the root of the sum of |c'| o^2 for sources of length 1 at the leaves `apart`, up to the leaf
-    `behind`, and `others` the norm of the forms of leaves without units, for what sources other than the image add;
-    `last` is the last of these leaves.
+    `to_units` and `to_others` are the norms of the blocks between the image and what moves units and other leaves,
+    that is, the leaves `apart` up to `behind`, and everything up to `last`; `others` is the norm of the forms of other
+    leaves for what is not the image.
     """
 
-    aside: Tensor
+    to_units: Tensor
     apart: tuple[int, ...]
     behind: int
+    to_others: Tensor
     others: Tensor
     last: int | None
     most_B: Tensor
 
     @staticmethod
-    def of(ellipsoids: Ellipsoids, margins: Margins, curved: Curved) -> "Beside":
-        units, numbers = curved.units, curved.numbers
-        others = {at: form for at, form in margins.forms.items() if at not in units}
-        absolute, apart = {at: of_leaf.absolute for at, of_leaf in units.items()}, others_before(ellipsoids, max(units))
-        return Beside(
-            aside(ellipsoids, absolute, apart, "aside", numbers),
-            apart,
-            max(units),
-            free(ellipsoids, others, "others", numbers) if others else torch.zeros_like(margins.norm),
-            max(others) if others else None,
-            ellipsoids.joint.most_B,
-        )
+    def of(ellipsoids: BentEllipsoids, margins: Margins, g: Vectors, curved: Curved) -> "Beside":
+        joint, numbers, within = ellipsoids.joint, [curved.numbers], margins.norm.square()
+        units = {at: of_leaf.with_more() for at, of_leaf in curved.units.items()}
+        apart, behind = ellipsoids.without_units(max(units)), max(units)
+        to_units = ellipsoids.across(units, apart, "to units", numbers, within)
+        absolute = {at: form for at, form in margins.forms.items() if at not in units}
+        if not absolute:
+            zero = torch.zeros_like(to_units)
+            return Beside(to_units, apart, behind, zero, zero, None, joint.most_B)
+        signed, last = {at: signed_form(ellipsoids, at, g[at]) for at in absolute}, max(absolute)
+        to_others = ellipsoids.across(signed, joint.sources(last), "to others", numbers, within)
+        others = free(ellipsoids, absolute, "others", curved.numbers)
+        return Beside(to_units, apart, behind, to_others, others, last, joint.most_B)
 
-    def at(self, e_B: Tensor, grown: Grown) -> tuple[Tensor, Tensor]:
-        """Bound the sum of |c'| o^2 over units, and that of <b, |C| b> over leaves without units: (1, B) each."""
-        aside = product(self.aside.square(), length2_of(self.apart, grown, self.behind) * OUT)
-        if self.last is None:
-            return nan_to_inf(aside), torch.zeros_like(self.others)
-        whole_B = grown.before[self.last]
-        free_B = (whole_B - (e_B / self.most_B).square()).clamp_min(0) + 8 * U * whole_B
-        return nan_to_inf(aside), nan_to_inf(product(self.others.square(), free_B * OUT))
+    def at(self, e_B: Tensor, grown: Grown) -> Tensor:
+        """Return the loss (1, B)."""
+        t_B = e_B / self.most_B
+        found = product(
+            self.to_units, t_B * sum((grown.theta[k] for k in self.apart), grown.theta_0[self.behind]).sqrt()
+        )
+        if self.last is not None:
+            whole_B = grown.before[self.last]
+            free_B = (whole_B - t_B.square()).clamp_min(0) + 8 * U * whole_B
+            found = found + product(self.to_others, t_B * free_B.sqrt()) + 0.5 * product(self.others.square(), free_B)
+        return nan_to_inf(found * OUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,6 @@ class Terms:
     along: Tensor
     pulled: Tensor
     top: Tensor
-    tau: Tensor
     beside: Beside
     propagated: Propagated
     most: Tensor
@@ -145,10 +147,8 @@ class Terms:
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
-        aside, others = self.beside.at(e_B, grown)
-        of_units = product(self.most, self.propagated.aside(grown))
-        remainders = of_units + product(1 / self.tau, aside) + product(1 + 1 / self.tau, others)
-        return nan_to_inf(OUT * (self.quadratic(e_B) + nan_to_inf(0.5 * remainders)))
+        of_units = nan_to_inf(0.5 * product(self.most, self.propagated.aside(grown)))
+        return nan_to_inf(OUT * (self.quadratic(e_B) + of_units + self.beside.at(e_B, grown)))
 
     def quadratic(self, e_B: Tensor) -> Tensor:
         """Return the part of the cost from the trust region problem: (1, B)."""
@@ -164,7 +164,7 @@ class Terms:
 
 
 def terms_of(
-    ellipsoids: Ellipsoids,
+    ellipsoids: BentEllipsoids,
     margins: Margins,
     g: Vectors,
     g_0: Tensor,
@@ -180,10 +180,9 @@ def terms_of(
     """
     joint, last, most = ellipsoids.joint, margins.last, behind.at(ellipsoids.joint.most_B, ellipsoids.most)
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
-    tau = _tau(ellipsoids, margins, b, sum(beside.at(joint.most_B, ellipsoids.most), torch.zeros_like(first)))
     more = curved.more(behind, most)
-    forms = forms_with_share(ellipsoids, margins, g, curved, tau, more)
-    within = ((1 + tau) * margins.norm.square() + _norm_of(ellipsoids, more, curved.numbers)) * OUT
+    forms = signed_forms(ellipsoids, margins, g, curved, more)
+    within = (margins.norm.square() + _norm_of(ellipsoids, more, curved.numbers)) * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     length = torch.linalg.vector_norm(b, dim=-1)
     off = _rounded(ellipsoids, forms, within) * length
@@ -193,7 +192,6 @@ def terms_of(
         along=(b * z).sum(-1) + off * length,
         pulled=torch.linalg.vector_norm(z, dim=-1) + off,
         top=ellipsoids.top(forms, "taylor", [curved.numbers], within).clamp_min(1e-100),
-        tau=tau,
         beside=beside,
         propagated=behind,
         most=most,
@@ -201,15 +199,15 @@ def terms_of(
     )
 
 
-def _norm_of(ellipsoids: Ellipsoids, more: Vectors, numbers: Tensor) -> Tensor | float:
+def _norm_of(ellipsoids: BentEllipsoids, more: Vectors, numbers: Tensor) -> Tensor | float:
     """Bound the norm of the forms with coefficients `more` on all of u: (1, B)."""
     if not more:
         return 0.0
-    forms = {at: units_at(ellipsoids, at).weighted(of_leaf) for at, of_leaf in more.items()}
+    forms = {at: units_at(ellipsoids.tape, at).weighted(of_leaf) for at, of_leaf in more.items()}
     return ellipsoids.seminorms(forms, "crosses", [numbers], COARSE).square()
 
 
-def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
+def units_of(ellipsoids: BentEllipsoids, margins: Margins, g: Vectors) -> dict[int, Curvature]:
     found = dict[int, Curvature]()
     for at, forms in smooth_leaves(ellipsoids.tape).items():
         reach = ellipsoids.rests[at].reach
@@ -218,40 +216,26 @@ def units_of(ellipsoids: Ellipsoids, margins: Margins, g: Vectors) -> dict[int, 
     return found
 
 
-def forms_with_share(
-    ellipsoids: Ellipsoids, margins: Margins, g: Vectors, curved: Curved, tau: Tensor, more: Vectors
+def signed_forms(
+    ellipsoids: BentEllipsoids, margins: Margins, g: Vectors, curved: Curved, more: Vectors
 ) -> dict[int, QuadraticForm]:
-    """Return C + tau |C| of all leaves, with more on units."""
+    """Return C of all leaves, with more on units."""
+    units = curved.units
     return {
-        at: curved.units[at].with_more(tau, more.get(at))
-        if at in curved.units
-        else _with_share(ellipsoids, at, g[at], form, tau)
-        for at, form in margins.forms.items()
+        at: units[at].with_more(more.get(at)) if at in units else signed_form(ellipsoids, at, g[at])
+        for at in margins.forms
     }
 
 
-def _with_share(ellipsoids: Ellipsoids, at: int, g: Tensor, absolute: QuadraticForm, share: Tensor) -> QuadraticForm:
-    """Return C + share |C| of a leaf without units; `absolute` is |C|."""
+def signed_form(ellipsoids: BentEllipsoids, at: int, g: Tensor) -> QuadraticForm:
+    """Return C of a leaf without units."""
     forms, reach = ellipsoids.tape.leaves[at].forms, ellipsoids.rests[at].reach
     assert forms is not None
     assert reach is not None
-    form, more = forms.signed(g, reach).form, (1 + share) * (1 + 8 * U)
-
-    def apply(v: Tensor) -> Tensor:
-        return form.apply(v) + broadcast_batch(share, v.shape[2:]) * absolute.apply(v)
-
-    largest = torch.maximum(form.largest, absolute.largest) * more
-    rounding = torch.as_tensor(form.rounding) + share * absolute.rounding
-    return QuadraticForm(apply, largest, rounding=rounding + 8 * U * largest)
+    return forms.signed(g, reach).form
 
 
-def _tau(ellipsoids: Ellipsoids, margins: Margins, b: Tensor, remainders: Tensor) -> Tensor:
-    """Return about the best tau (1, B): what it adds to S where the margin falls, against what it takes of b_l."""
-    along = (b * ellipsoids.joint.gram(margins.forms)(b)).sum(-1) / b.square().sum(-1).clamp_min(1e-300)
-    return (remainders / along.clamp_min(1e-300)).sqrt().nan_to_num(1.0, 1.0).clamp(*TAU)
-
-
-def _rounded(ellipsoids: Ellipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
+def _rounded(ellipsoids: BentEllipsoids, forms: Mapping[int, QuadraticForm], most: Tensor) -> Tensor:
     """Bound the error of torch's S b for |b| = 1, ||S|| <= most: (1, B)."""
     of_forms = [ellipsoids.rounding.of_form(at, form) for at, form in forms.items()]
     share = ellipsoids.rounding.share(max(forms)) + 1e-10  # plus the rounding of <b, z> itself

@@ -149,6 +149,21 @@ def share_of_rest(case: Case, r: float) -> Tensor:
     return ascend(share, torch.zeros(B, X).double(), torch.full((B,), r).double(), 60, 6)
 
 
+def share_of_third_norm(case: Case, r: float, small: float = 1.0) -> Tensor:
+    """Return max |R - D^2[H, H] / 2|^2 / (t <H, C H>) found within a share of the reach, t what it shrinks by: (B,)."""
+    large = case.reach(r)
+    form, shrink_B = case.forms.of_third(large, ONE), case.forms.shrink_third(small * large, large)
+
+    def share(u: Tensor) -> Tensor:
+        eta = case.eta(u)
+        v = eta.view(-1, B, 3, H, N, W)
+        left = case.rest(eta) - 0.5 * case.forms.bilinear(v, v).flatten(0, 1)
+        whole = squared(form.apply, eta) * shrink_B.repeat(len(v))
+        return left.flatten(1).square().sum(1) / whole.clamp_min(1e-300)
+
+    return ascend(share, torch.zeros(B, X).double(), torch.full((B,), small * r).double(), 60, 6)
+
+
 def squared(apply: Callable[[Tensor], Tensor], eta: Tensor) -> Tensor:
     """Return <H, C H> of changes (many B, ...), with the same C for all."""
     v = eta.view(-1, B, 3, H, N, W)

@@ -17,9 +17,11 @@ from torch import Tensor
 from zoo.attention.theory.core import Core
 from zoo.attention.theory.forms import CoreForms
 from zoo.attention.theory.score_errors import FLOOR, SHARE, Inexact
+from zoo.attention.theory.score_range import ScoreRange
 from zoo.attention.theory.score_rounding import Moduli, terms_rounding
 from zoo.attention.theory.squares import QKV, Squares, absolutely, applied, largest, value
 from zoo.attention.theory.third_forms import most_second, second_order, third
+from zoo.attention.theory.third_norm import bilinear, bilinear_rounding, near, third_norm
 from zoo.bounds.contracts import Expansion, QuadraticForm, SignedForm
 from zoo.bounds.products import matrix_rounding
 from zoo.spectral import sigma_upper
@@ -29,7 +31,10 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class CoreLeafForms:
-    """Forms of the core (see `Forms` in zoo/bounds/contracts.py); inputs (B, 3, H, N, O), B = I."""
+    """Forms and second order of the core (`Forms`, `Hessian` in zoo/bounds/contracts.py).
+
+    Inputs are (B, 3, H, N, O), and B = I.
+    """
 
     core: CoreForms
     moduli: Moduli
@@ -63,11 +68,34 @@ class CoreLeafForms:
         return self._widened(form, self._form([more], 2.0), constant)
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        """Return the form, scaled by the largest weight of an image: |R| has a bound, its entries have none."""
         found = self.core.reach(reach)
-        form = self._form(self.core.rest(found, self.core.weights(found)), 1.0)
+        return self._norm(self.core.rest(found, self.core.weights(found)), found, weight)
+
+    def bilinear(self, u: Tensor, v: Tensor) -> Tensor:
+        return bilinear(self.core.core, QKV(*u.unbind(2)), QKV(*v.unbind(2)))
+
+    @property
+    def bilinear_rounding(self) -> Tensor:
+        return bilinear_rounding(self.core.core, self.moduli)
+
+    def of_third(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        found = self.core.reach(reach)
+        form = self._norm(third_norm(self.core, found), found, weight)
+        return replace(form, largest=torch.where(near(found), form.largest, torch.inf))
+
+    def shrink_third(self, small: Tensor, large: Tensor) -> Tensor:
+        """Return the fourth power of the largest ratio of reaches; the part that is not exact does not shrink."""
+        share = torch.where(small > 0, small / large, 0.0).nan_to_num(1.0).flatten(1).amax(1)
+        return share**4 if self.inexact is None else (share**4).clamp_min(FLOOR)
+
+    def _norm(self, sums: Sequence[Squares], reach: ScoreRange, weight: Tensor) -> QuadraticForm:
+        """Return the form of sums that bound the square of a remainder of the exact core.
+
+        It is scaled by the largest weight of an image: the norm has a bound, its entries have none.
+        """
+        form = self._form(sums, 1.0)
         if self.inexact is not None:
-            more = self._form([self.inexact.squares(found)], (1 + 1 / SHARE) / FLOOR)
+            more = self._form([self.inexact.squares(reach)], (1 + 1 / SHARE) / FLOOR)
             form = self._widened(form, more, 0.0, 1 + SHARE)
         most_B = weight.flatten(1).amax(1).square()
         shape = (-1, *(1,) * self.core.core.q.ndim)
@@ -194,7 +222,8 @@ def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
 
 def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansion:
     """Expand the core, of which only its forms are known."""
-    forms, moduli = CoreForms(core), Moduli.of(core, v)
+    found, moduli = CoreForms(core), Moduli.of(core, v)
+    forms = CoreLeafForms(found, moduli, inexact)
 
     def pull(o: Tensor) -> Tensor:
         return torch.stack(core.pull(o), 2)
@@ -204,13 +233,14 @@ def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansio
 
     return Expansion(
         y=core.mixed @ v,
-        gain_B=forms.gain,
+        gain_B=found.gain,
         beta=_unknown,
         remainder=lambda g: _unknown,
         pull=pull,
         own_push=push,
         rounding_B=terms_rounding(core) * moduli.of_map(),
-        forms=CoreLeafForms(forms, moduli, inexact),
+        forms=forms,
+        hessian=forms,
     )
 
 

@@ -148,6 +148,33 @@ class Forms(Protocol):
         ...
 
 
+class Hessian(Protocol):
+    """The second order of f around one clean batch, f(x + H) = f(x) + J H + D^2 f[H, H] / 2 + R_3(H).
+
+    It is for modules whose R has a bound but whose entries of R have none (`Forms`); reaches are those of the forms.
+    """
+
+    def bilinear(self, u: Tensor, v: Tensor) -> Tensor:
+        """Return D^2 f[u, v] (C, B, *y) for vectors (C, B, *x)."""
+        ...
+
+    @property
+    def bilinear_rounding(self) -> Tensor:
+        """A bound, never below |fl(D^2 f[u, v]) - D^2 f[u, v]| / (|u| |v|): (B,)."""
+        ...
+
+    def of_third(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        """Return the form with |weight R_3(H)|^2 <= <H, C H>, one for each image; infinite where none is known."""
+        ...
+
+    def shrink_third(self, small: Tensor, large: Tensor) -> Tensor:
+        """Return t (B,), at most 1, with |weight R_3(H)|^2 <= t <H, C H> within the small reach.
+
+        C is the form that `of_third` makes for the large reach.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
     """The second order of f around one clean batch.
@@ -165,6 +192,7 @@ class Expansion:
     affine: bool = False  # no remainder
     rounding_B: Tensor | None = None  # never below |fl(J v) - J v| / |v|, and the same of J^T g; None: not known
     forms: Forms | None = None
+    hessian: Hessian | None = None
     parts: tuple["Expansion", ...] = ()  # of a composition, in order
     branches: tuple[tuple["Expansion", ...], ...] = ()  # the two compositions of a sum; an empty one is the identity
 

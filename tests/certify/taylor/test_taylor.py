@@ -15,7 +15,7 @@ from certify.taylor.forms import smooth_units
 from certify.taylor.propagated import propagated
 from certify.taylor.rivals import Rival
 from certify.taylor.taylor import Taylor, TaylorStage, has_units
-from certify.taylor.trust_region import forms_with_share
+from certify.taylor.trust_region import signed_forms
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, situation
@@ -147,7 +147,7 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
     terms, g = rival.alone(), rival.g
     more = rival.curved.more(terms.propagated, terms.most)
-    forms = forms_with_share(found, rival.margins, g.leaves, rival.curved, terms.tau, more)
+    forms = signed_forms(found, rival.margins, g.leaves, rival.curved, more)
     size, maps = analysis.images[0].numel(), dense(found.joint, rival.margins.last)
     s = sum((matrix(found, form, at, maps)[0, 0, :size, :size] for at, form in forms.items()), torch.zeros(()))
     values, vectors = torch.linalg.eigh(s)

@@ -28,6 +28,7 @@ from tests.tools.attention_cores import (
     share_of_gradient,
     share_of_rest,
     share_of_third,
+    share_of_third_norm,
     squared,
 )
 from tests.tools.cases import mostly_slow
@@ -35,7 +36,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.theory import forms
+from zoo.attention.theory import forms, third_norm
 from zoo.attention.theory.forms import CoreForms, ScoreRange
 from zoo.attention.theory.squares import QKV, ScoreValueSquares
 from zoo.attention.theory.third_forms import ThirdRows
@@ -61,6 +62,35 @@ def test_no_ascent_beats_the_third_order(score: str) -> None:
     print(f"{score}: of third order {found.median():.3f}")
     assert (found <= 1 + 1e-6).all()
     assert found.max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("r", "small"), mostly_slow([(0.003, 1.0), (0.01, 1.0), (0.03, 0.3), (0.03, 1.0)], (0.01, 1.0))
+)
+@pytest.mark.parametrize("score", SCORES)
+def test_no_ascent_beats_the_norm_of_the_third_order(score: str, r: float, small: float) -> None:
+    """Within a share of the reach, the form holds after it shrinks."""
+    case = case_of(SCORES[score])
+    found, known = share_of_third_norm(case, r, small), case.forms.of_third(case.reach(r), ONE).largest[0].isfinite()
+    print(f"{score} {r}: of third order {found[known].sqrt().median():.3f}, known {known.double().mean():.1f}")
+    assert known.sum() > 3
+    assert (found[known] <= 1 + 1e-6).all()
+    assert found[known].max() > 1e-3
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_the_second_derivative_is_that_of_double_backward(score: str) -> None:
+    """It is symmetric, and its rounding is far below its own bound."""
+    case, generator = case_of(SCORES[score]), torch.Generator().manual_seed(0)
+    a, b = (torch.randn(B, X, generator=generator, dtype=torch.float64) for _ in range(2))
+    u = torch.zeros(B, X, dtype=torch.float64).requires_grad_(True)
+    (slope,) = torch.autograd.grad((case.g[0] * case.moved(case.eta(u))).sum(), u, create_graph=True)
+    (wanted,) = torch.autograd.grad((slope * a).sum(), u)
+    found, turned = (case.forms.bilinear(case.eta(one)[None], case.eta(two)[None]) for one, two in ((a, b), (b, a)))
+    torch.testing.assert_close((case.g * found).flatten(2).sum(-1)[0], (wanted * b).sum(1))
+    size = case.eta(a).flatten(1).norm(dim=1) * case.eta(b).flatten(1).norm(dim=1)
+    assert ((found - turned)[0].flatten(1).norm(dim=1) <= case.forms.bilinear_rounding * size).all()
+    assert (case.forms.bilinear_rounding * size <= 1e-9 * (1 + found[0].flatten(1).norm(dim=1) * 1e3)).all()
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -228,6 +258,14 @@ def values_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms.ValueSquares, "apply", lambda self, eta: QKV(*(0 * one for one in eta)))
 
 
+def third_norm_without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(third_norm._Moment, "of_scores", lambda self: 0 * self.a)
+
+
+def third_norm_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(third_norm._Moment, "of_values", lambda self: 0 * self.mu)
+
+
 def third_order_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThirdRows, "fourth", lambda self, c: 0 * c)
     monkeypatch.setattr(ThirdRows, "line", lambda self, *w: 0 * w[0])
@@ -239,6 +277,8 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
     "reach of k forgotten": (keys_do_not_reach, 0.3),
     "change of values forgotten": (values_do_not_move, 1e-3),
     "terms of third order forgotten": (third_order_too_small, 1e-3),
+    "norm of third order without scores": (third_norm_without_scores, 0.01),
+    "norm of third order without values": (third_norm_without_values, 0.01),
 }
 
 
@@ -248,11 +288,17 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     """The same search detects it."""
     plant, r = FAULTS[fault]
     plant(monkeypatch)
-    found = torch.cat(
-        [torch.cat([share_of_gradient(c, r), share_of_rest(c, r), share_of_third(c, r)]) for c in map(only, range(6))]
-    )
+    found = torch.cat([share(c, r) for c in map(only, range(6)) for share in (*SHARES, known_third_norm)])
     print(fault, found.max())
     assert found.max() > 1.01
+
+
+SHARES = (share_of_gradient, share_of_rest, share_of_third)
+
+
+def known_third_norm(case: Case, r: float) -> Tensor:
+    known = case.forms.of_third(case.reach(r), ONE).largest[0].isfinite()
+    return torch.where(known, share_of_third_norm(case, r), 0.0)
 
 
 def only(seed: int) -> Case:

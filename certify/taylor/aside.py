@@ -1,0 +1,65 @@
+"""The effect of leaves without units, and of errors, on units behind them.
+
+Let C >= 0 be diagonal in some units, and o what such leaves and errors add to the units. A leaf k with a Hessian adds
+its second order, which is at most |K|_F Theta / 2 unit by unit (bent.py), and R_3, of which only the length is known.
+Of all others only the length is known. So for lengths |R_3 / W|^2 <= theta'_k, and theta'_k = theta_k of the others,
+
+    |C^(1/2) o|  <=  |C^(1/2) M| (theta_0 + sum_k theta'_k)^(1/2) + (sum_h C_h |K_h|_F^2 / 4)^(1/2) Theta.
+
+Proof: docs/proofs.md#bent.
+
+Letters: B images.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from certify.image.ellipsoid import Before, Grown
+from certify.image.measured import COARSE
+from certify.taylor.bent import Bent, BentEllipsoids
+from certify.taylor.forms import units_at
+from zoo.arithmetic import OUT, nan_to_inf, product
+
+
+@dataclass(frozen=True)
+class Aside:
+    """The bound of |C^(1/2) o|, (1, B): what it is for sources of length 1, and for the second order at Theta = 1.
+
+    `leaves` are those without units, and `last` is the last leaf with a coefficient.
+    """
+
+    free: Tensor
+    half: Tensor
+    leaves: tuple[int, ...]
+    last: int
+    bent: Bent
+
+    def at(self, grown: Grown | Before) -> Tensor:
+        found = product(self.free, free_length2(self.leaves, grown, self.last).sqrt())
+        if self.last in self.bent.halves:
+            found = found + product(self.half, self.bent.theta(self.last, grown))
+        return nan_to_inf(found * OUT)
+
+    def times(self, size: Tensor) -> "Aside":
+        """Return the bound for size^2 C, with sizes (1, B)."""
+        return replace(self, free=product(size, self.free), half=product(size, self.half))
+
+
+def free_length2(leaves: tuple[int, ...], grown: Grown | Before, at: int) -> Tensor:
+    """Return the square of the length of what these leaves add beyond their second order, with errors before `at`."""
+    return sum((grown.third.get(k, grown.theta[k]) for k in leaves), grown.theta_0[at])
+
+
+def aside(ellipsoids: BentEllipsoids, c: Mapping[int, Tensor], word: str, numbers: Tensor) -> Aside:
+    """Return the bound for coefficients c (1, B, N, H) >= 0 of units; numbers (B, n) are seeds."""
+    last, bent = max(c), ellipsoids.bent
+    forms = {at: units_at(ellipsoids.tape, at).weighted(of_leaf) for at, of_leaf in c.items()}
+    leaves = ellipsoids.without_units(last)
+    scale = ellipsoids.joint.only(leaves, last, forms[last].largest)
+    free, half2 = ellipsoids.seminorms(forms, word, [numbers], COARSE, scale), torch.zeros_like(scale.most)
+    for at in c.keys() & bent.halves.keys():
+        half2 = half2 + product(c[at], bent.halves[at].square()).flatten(2).sum(-1)
+    return Aside(free, (OUT * half2).sqrt(), leaves, last, bent)

@@ -1,0 +1,169 @@
+"""The second order of leaves with a Hessian, such as attention: what it adds to functionals of later leaves.
+
+Such a leaf sees H = M u, and its remainder is D^2 f[H, H] / 2 + R_3(H). So a functional of a later leaf changes by
+<u, K u> / 2 and what R_3 adds, K the sum of what the Hessians of all earlier leaves do to it, and
+
+    |<u, K u>| / 2  <=  |K|_F Theta / 2,
+
+Theta before the last of them. As in pairs.py, pairs of Gaussian vectors measure all |K|_F; but here they are vectors u
+of everything that moves the leaf, not of the image alone. Proof: docs/proofs.md#bent.
+
+Letters: B images, M vectors.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from certify.image.budget import at_once
+from certify.image.columns import Columns
+from certify.image.ellipsoid import Before, Ellipsoids, Grown, Known, Off, Rest
+from certify.image.joint import Joint, Sizes
+from certify.image.measured import PROBE_FAILURE, TINY, Draw
+from certify.shared.quantiles import least_pair_sum
+from certify.taylor.forms import smooth_units
+from certify.taylor.pairs import TOGETHER, away, longest
+from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
+from zoo.bounds.contracts import Forms, Hessian
+from zoo.bounds.tape import Vectors
+
+
+@dataclass(frozen=True)
+class Bent:
+    """|K|_F / 2 of the functionals (B, ...) of every leaf behind one with a Hessian, and the leaves with one."""
+
+    halves: Vectors
+    leaves: tuple[int, ...]
+
+    def theta(self, at: int, grown: Grown | Before) -> Tensor:
+        """Return Theta before the last leaf with a Hessian that reaches leaf `at`: (B,)."""
+        return grown.before[max(k for k in self.leaves if k < at)]
+
+
+class BentEllipsoids(Ellipsoids):
+    """The ellipsoids of all leaves, with the second order of leaves that have a Hessian."""
+
+    def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
+        self._norms_of_third = dict[int, Tensor]()
+        super().__init__(joint, draw, known, off, first)
+
+    @cached_property
+    def formed(self) -> dict[int, Forms]:
+        """The leaves whose functionals get a second order; none in a large model."""
+        leaves = {} if self.budget.large else self.tape.leaves
+        return {at: forms for at in self.tape.nonlinear if at in leaves and (forms := leaves[at].forms) is not None}
+
+    def without_units(self, last: int) -> tuple[int, ...]:
+        """Return the leaves without hidden units that reach leaf `last`."""
+        return tuple(k for k in self.joint.sources(last) if smooth_units(self.tape.leaves[k].forms) is None)
+
+    @cached_property
+    def hessians(self) -> dict[int, Hessian]:
+        """The leaves with a Hessian that others with functionals follow."""
+        found = {at: self.tape.leaves[at].hessian for at in self.formed if at < max(self.formed)}
+        return {at: hessian for at, hessian in found.items() if hessian is not None}
+
+    @cached_property
+    def bent(self) -> Bent:
+        return Pushed(self, self.budget.probes // 2).bent() if self.hessians else Bent(Vectors(), ())
+
+    def _rest(self, at: int, known: Before) -> Rest:
+        rest = super()._rest(at, known)
+        if at in self.hessians and rest.reach is not None:
+            form, word = self.hessians[at].of_third(rest.reach, 1 / self.joint.weights[at]), f"third of {at}"
+            self._norms_of_third[at] = self.seminorms({at: form}, word, [self.most_B[:, None]], self.budget.close)[0]
+        return rest
+
+    def _theta(self, at: int, known: Before) -> Tensor:
+        theta_B, reach = super()._theta(at, known), self.rests[at].reach
+        if at in self._norms_of_third and reach is not None:
+            shrink_B = self.hessians[at].shrink_third(self._reach(at, known), reach)
+            third_B = nan_to_inf(product(self._norms_of_third[at].square(), known.total_B)) * OUT
+            known.third[at] = torch.fmin(theta_B, product(shrink_B, third_B))
+        return theta_B
+
+
+@dataclass
+class Seen:
+    """The sums of squares of all pairs, and the largest lengths: of u, and of sources over their weights."""
+
+    length_B: Tensor
+    squares: Vectors = field(default_factory=Vectors)
+    sources: Sizes = field(default_factory=Sizes)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Pairs of Gaussian vectors u, pushed to all leaves with a Hessian, and what these make of them pushed on."""
+
+    ellipsoids: BentEllipsoids
+    count: int
+
+    def bent(self) -> Bent:
+        ellipsoids, hessians = self.ellipsoids, self.ellipsoids.hessians
+        seen, room = Seen(torch.zeros_like(ellipsoids.most_B)), ellipsoids.joint.room(max(hessians))
+        fit = at_once(seen.length_B.numel() * room, 2)
+        for start in range(0, self.count, TOGETHER):
+            rooms = torch.Size([2 * min(TOGETHER, self.count - start), room])
+            u = ellipsoids.draw(rooms, f"bent {start}", ellipsoids.most_B[:, None]).movedim(1, 0)
+            for x, y in zip(*(half.split(fit) for half in u.chunk(2)), strict=True):
+                self._look(x, y, seen)
+        ellipsoids.failure += PROBE_FAILURE
+        return Bent(self._halves(seen), tuple(hessians))
+
+    def _look(self, x: Tensor, y: Tensor, seen: Seen) -> None:
+        """Add the squares of <u, K u'> of all pairs."""
+        joint, hessians, formed, moved = (
+            self.ellipsoids.joint,
+            self.ellipsoids.hessians,
+            self.ellipsoids.formed,
+            Vectors(),
+        )
+
+        def arrive(at: int, v: Tensor) -> None:
+            if at in hessians:
+                moved[at] = v
+
+        def leave(at: int, v: Tensor) -> Tensor | None:
+            if at in formed and at > min(hessians):
+                seen.squares[at] = formed[at].squares(v) + seen.squares.get(at, 0.0)
+            if at not in hessians:
+                return None
+            r = hessians[at].bilinear(*moved[at].chunk(2))
+            longest(seen.sources, at, r / joint.weights[at])
+            return r
+
+        u = torch.cat([x, y])
+        seen.length_B = torch.maximum(seen.length_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
+        joint.push(u, arrive, max(hessians))
+        joint.tape.push(x.new_zeros(len(x), *joint.images.shape), leave, max(formed))
+
+    def _halves(self, seen: Seen) -> Vectors:
+        """Return |K|_F / 2; torch's error in the sources, and that of the second push, are added."""
+        hessians, size_B, halves = self.ellipsoids.hessians, seen.length_B.square(), Vectors()
+        own_B, bent_B = torch.zeros_like(size_B), torch.zeros_like(size_B)
+        for at, forms in self.ellipsoids.formed.items():
+            if at in seen.squares:
+                halves[at] = self._half(at, forms, seen, own_B, bent_B)
+            if at in hessians:
+                weight_B = self.ellipsoids.joint.weights[at].flatten(1).amin(1)
+                moved_B = product(self.ellipsoids.rounding.sizes[at].square(), size_B)
+                rounded_B = product(hessians[at].bilinear_rounding, moved_B) / weight_B
+                own_B = own_B + rounded_B * OUT + 8 * U * seen.sources[at]
+                bent_B = torch.hypot(bent_B, seen.sources[at])
+        return halves
+
+    def _half(self, at: int, forms: Forms, seen: Seen, own_B: Tensor, bent_B: Tensor) -> Tensor:
+        """Return |K|_F / 2 of the functionals of a leaf.
+
+        torch pushes exactly some other u to the leaves with a Hessian, whose distance from u is a share of its length.
+        """
+        entries = sum(found[0].numel() for found in seen.squares.values())
+        share_B = self.ellipsoids.rounding.share(max(k for k in self.ellipsoids.hessians if k < at))
+        moved_B = self.count**0.5 * 4 * product(share_B, seen.length_B.square())
+        least_B = (least_pair_sum(self.count, PROBE_FAILURE / entries) ** 0.5 - moved_B).clamp_min(0)
+        length, found = self.ellipsoids.lengths_of[at], (OUT * seen.squares[at] + TINY).sqrt()
+        off = product(length, broadcast_batch(own_B, length.shape[1:])) + away(self.ellipsoids, forms, at, bent_B)
+        return nan_to_inf(OUT * 0.5 * (found + self.count**0.5 * off) / broadcast_batch(least_B, found.shape[1:]))

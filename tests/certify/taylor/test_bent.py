@@ -1,0 +1,128 @@
+"""The second order of attention's core in later leaves: against ascent on images, and against dense maps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from certify.taylor.bent import Bent
+from tests.tools.ascent import ascend
+from tests.tools.image_stages import dense
+from tests.tools.small_models import AVG, SMALL
+from tests.tools.taylor_stages import analysed, stage_of, taylor_of
+from zoo.attention.parts import CoreLeafForms
+from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.tape import Vectors
+
+MORE = 1 + 1e-9
+
+
+def attentive(seed: int, scale: float) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a model of two blocks whose attention counts for more and more as `scale` grows, and two images."""
+    torch.manual_seed(seed)
+    options = SMALL | AVG | {"norm": "centernorm", "mlp": "gelu", "block": "prenorm"}
+    model: Any = zoo.create_model("dp_vit_ti", **options).double().eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[: 2 * block.attn.qkv.weight.shape[1]] *= scale
+            block.attn.proj.weight *= 10 * scale
+        x = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+        return model, x, model(x).argmax(-1)
+
+
+def exceeded(seed: int, scale: float, e: float) -> bool:
+    """Check if an image moves units of an MLP beyond their reach."""
+    model, x, y = attentive(seed, scale)
+    found = stage_of(analysed(model, x, y), e).ellipsoids
+    assert found.bent.leaves
+    units = [at for at in found.tape.nonlinear if isinstance(found.tape.leaves[at].forms, UnitForms)]
+    beyond = []
+    for share in (1.0, 0.5):
+        e_B, known = share * found.most_B, Vectors()
+
+        def theta(at: int, before: Any, known: Vectors = known) -> Tensor:
+            known[at] = found._reach(at, before)
+            return found._theta(at, before)
+
+        found._grow(e_B, theta)
+        for number, at in enumerate(units):
+            move = moves(model, x, number)
+
+            def far(z: Tensor, move: Callable[[Tensor], Tensor] = move, reach: Tensor = known[at]) -> Tensor:
+                return (move(z).abs() / reach.repeat(len(z) // len(x), 1, 1)).flatten(1).amax(1)
+
+            beyond.append(bool((ascend(far, x, e_B, 60, 6) > MORE).any()))
+    return any(beyond)
+
+
+def moves(model: Any, x: Tensor, number: int) -> Callable[[Tensor], Tensor]:
+    """Return the change of the units of one block: (many B, N, H)."""
+
+    def units(z: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        hook = model.blocks[number].mlp.fc1.register_forward_hook(lambda *call: seen.append(call[2]))
+        try:
+            model(z)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    return lambda z: units(z) - units(x).repeat(len(z) // len(x), 1, 1)
+
+
+SIZES = [(0, 2.0, 0.3), (1, 6.0, 0.2)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *SIZES,
+        *(
+            pytest.param((k, s, e), marks=pytest.mark.slow)
+            for k in range(3, 15)
+            for s, e in ((1.0, 1.0), (4.0, 0.3), (20.0, 0.1))
+        ),
+    ],
+)
+def test_ascent_moves_no_unit_beyond_its_reach(case: tuple[int, float, float]) -> None:
+    assert not exceeded(*case)
+
+
+def forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Bent, "theta", lambda self, at, grown: 0 * grown.before[self.leaves[0]])
+    patch.setattr(CoreLeafForms, "shrink_third", lambda self, small, large: 0 * small.flatten(1)[:, 0])
+
+
+def test_a_planted_fault_is_seen_by_ascent(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten(monkeypatch)
+    assert exceeded(0, 20.0, 2.0)
+
+
+@pytest.mark.slow
+def test_the_halves_are_those_of_dense_maps() -> None:
+    """They are never below the exact ones, and not far above: with L L^T = M M^T, |M^T T M|_F = |L^T T L|_F."""
+    _, analysis = taylor_of("standard", count=1)
+    found = stage_of(analysis, 0.1).ellipsoids
+    hessians, formed, total = found.hessians, found.formed, Vectors()
+    maps, room = dense(found.joint, max(hessians)), found.joint.room(max(hessians))
+    whole = torch.cat([nn.functional.pad(maps[at][0], (0, room - maps[at].shape[-1])) for at in hessians])
+    values, vectors = torch.linalg.eigh(whole @ whole.mT)
+    columns = (vectors * values.clamp_min(0).sqrt()).mT.split([len(maps[at][0]) for at in hessians], 1)
+    entering = {at: found.tape.leaves[at].pull(found.tape.leaves[at].y[None])[0].shape[1:] for at in hessians}
+    moved = {at: column.unflatten(1, entering[at])[:, None] for at, column in zip(hessians, columns, strict=True)}
+    for one in range(len(vectors)):
+
+        def bent(at: int, v: Tensor, one: int = one) -> Tensor | None:
+            if at in formed and at > min(hessians):
+                total[at] = total.get(at, 0.0) + formed[at].squares(v)
+            return hessians[at].bilinear(moved[at], moved[at][one : one + 1]) if at in hessians else None
+
+        found.tape.push(torch.zeros(len(vectors), *analysis.images.shape, dtype=torch.float64), bent, max(formed))
+    assert found.bent.halves.keys() == total.keys()
+    for at, square in total.items():
+        exact, bound = 0.5 * square.sqrt(), found.bent.halves[at]
+        assert (bound >= exact * (1 - 1e-9)).all()
+        assert (bound <= 4 * exact + 1e-6 * exact.max()).all()
