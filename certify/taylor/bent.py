@@ -5,8 +5,8 @@ Such a leaf sees H = M u, and its remainder is D^2 f[H, H] / 2 + R_3(H). So a fu
 
     |<u, K u>| / 2  <=  |K|_F Theta / 2,
 
-Theta before the last of them. As in pairs.py, pairs of Gaussian vectors measure all |K|_F; but here they are vectors u
-of everything that moves the leaf, not of the image alone. Proof: docs/proofs.md#bent.
+Theta before the last of them. As in triples.py, pairs of Gaussian vectors measure all |K|_F; but here they are vectors
+u of everything that moves the leaf, not of the image alone. Proof: docs/proofs.md#bent.
 
 Letters: B images, M vectors.
 """
@@ -22,9 +22,9 @@ from certify.image.columns import Columns
 from certify.image.ellipsoid import Before, Ellipsoids, Grown, Known, Off, Rest
 from certify.image.joint import Joint, Sizes
 from certify.image.measured import PROBE_FAILURE, TINY, Draw
-from certify.shared.quantiles import least_pair_sum
+from certify.shared.quantiles import least_product_sum
 from certify.taylor.forms import smooth_units
-from certify.taylor.pairs import TOGETHER, away, longest
+from certify.taylor.triples import TOGETHER, away, entries, longest
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import Forms, Hessian
 from zoo.bounds.tape import Vectors
@@ -160,10 +160,10 @@ class Pushed:
 
         torch pushes exactly some other u to the leaves with a Hessian, whose distance from u is a share of its length.
         """
-        entries = sum(found[0].numel() for found in seen.squares.values())
         share_B = self.ellipsoids.rounding.share(max(k for k in self.ellipsoids.hessians if k < at))
         moved_B = self.count**0.5 * 4 * product(share_B, seen.length_B.square())
-        least_B = (least_pair_sum(self.count, PROBE_FAILURE / entries) ** 0.5 - moved_B).clamp_min(0)
+        least = least_product_sum(self.count, 2, PROBE_FAILURE / entries(seen.squares)) ** 0.5
+        sure = broadcast_batch((least - moved_B).clamp_min(0), seen.squares[at].shape[1:])
         length, found = self.ellipsoids.lengths_of[at], (OUT * seen.squares[at] + TINY).sqrt()
         off = product(length, broadcast_batch(own_B, length.shape[1:])) + away(self.ellipsoids, forms, at, bent_B)
-        return nan_to_inf(OUT * 0.5 * (found + self.count**0.5 * off) / broadcast_batch(least_B, found.shape[1:]))
+        return nan_to_inf(OUT * 0.5 * (found + self.count**0.5 * off) / sure)

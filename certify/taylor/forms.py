@@ -19,7 +19,7 @@ from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Tape
-from zoo.bounds.third_order import second_range
+from zoo.bounds.third_order import Cubic, cubic, second_range
 
 
 def smooth_units(forms: Forms | None) -> UnitForms | None:
@@ -52,6 +52,12 @@ def kappa(forms: UnitForms, reach: Tensor) -> Tensor:
     """Return the largest |2 R / d^2| within the reach."""
     lo, hi = hull(forms, reach)
     return torch.maximum(-lo, hi)
+
+
+def cubic_of(forms: UnitForms, reach: Tensor) -> Cubic:
+    """Return the first order of 2 R / d^2 less its value at 0, and what is left within the reach."""
+    assert isinstance(forms.activation, Smooth)
+    return cubic(forms.activation, forms.z_BNH, at_least_near(reach))
 
 
 @dataclass(frozen=True)

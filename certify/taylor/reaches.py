@@ -1,18 +1,21 @@
-"""Reaches of a linear part, exact second order and a rest of third order.
+"""Reaches of a linear part, exact second and third orders and a rest of fourth order.
 
-`certify.image` throws all remainders of earlier units into one ball. Their second order is known exactly:
-r_k = s_k (A_k G)^2 / 2 + t_k with s = sigma''(z). So a functional of a later leaf is
+`certify.image` throws all remainders of earlier units into one ball. Their first orders are known exactly:
+r_k = s_k (A_k G)^2 / 2 + m_k (A_k G)^3 / 2 + t_k with s = sigma''(z) and m = sigma'''(z) / 3. So a functional of a
+later leaf is
 
-    <a, H>  =  <a, A G> + <G, K G> / 2 + rest,     |<a, H>|  <=  e |a A| + e^2 |K|_F / 2 + |rest|,
+    <a, H>  =  <a, A G> + <G, K G> / 2 + T(G, G, G) / 6 + rest,
+    |<a, H>|  <=  e |a A| + e^2 |K|_F / 2 + e^3 |T|_F / 6 + |rest|,
 
-K the sum of s_k (a J_k B_k) A_k^T A_k, and only t_k, of third order, and other leaves' remainders are left to the ball.
-With b_k what remainders do to unit k, D_k its reach, and delta_k >= |c_k - s_k|,
+K the sum of s_k (a J_k B_k) A_k^T A_k and T likewise, and only t_k and other leaves' remainders are left to the ball.
+With b_k what remainders do to unit k, D_k its reach, and nu_k >= |c_k - s_k - m_k d_k|,
 
-    |t_k|  =  |(c_k - s_k) (A_k G)^2 + c_k (2 A_k G b_k + b_k^2)| / 2  <=  q_k |A_k G| + p_k |b_k|,
+    |t_k|  =  |(c_k - s_k - m_k A_k G) (A_k G)^2 + c_k (2 A_k G b_k + b_k^2)| / 2  <=  q_k |A_k G| + p_k |b_k|,
 
-q = delta e |A_k| / 2 and p = kappa (e |A_k| + D_k) / 2; propagated.py bounds the |b_k| of a leaf together.
+q = nu e |A_k| / 2 and p = (kappa (e |A_k| + D_k) + |m| (e |A_k|)^2) / 2; propagated.py bounds the |b_k| of a leaf
+together.
 
-pairs.py measures the first two orders. Leaves with a Hessian add a second order of their own (bent.py). Proof:
+triples.py measures the first orders. Leaves with a Hessian add a second order of their own (bent.py). Proof:
 docs/proofs.md#second-reaches.
 
 Letters: B images.
@@ -30,12 +33,11 @@ from certify.image.joint import IMAGE, Joint
 from certify.image.measured import Draw
 from certify.taylor.aside import free_length2
 from certify.taylor.bent import BentEllipsoids
-from certify.taylor.forms import kappa, smooth_leaves
-from certify.taylor.pairs import Orders, Pairs
+from certify.taylor.forms import cubic_of, kappa, smooth_leaves
 from certify.taylor.propagated import Propagated, propagated
-from zoo.arithmetic import OUT, at_least_near, broadcast_batch, nan_to_inf, product
+from certify.taylor.triples import Orders, Triples
+from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
 from zoo.bounds.elementwise import UnitForms, largest_share
-from zoo.bounds.third_order import second_range
 
 VECTORS = 256  # that bound what earlier units do to a leaf
 
@@ -46,6 +48,7 @@ class Third:
 
     of_image_B: Tensor
     kappa: Tensor
+    m: Tensor
     p: Tensor
     of_remainders: Propagated
 
@@ -82,41 +85,44 @@ class CloserEllipsoids(BentEllipsoids):
 
     @cached_property
     def _orders(self) -> Orders | None:
-        """The first two orders; None where no leaf follows units or a leaf with a Hessian, or the model is large."""
+        """The first orders; None where no leaf follows units or a leaf with a Hessian, or the model is large."""
         if not self._units or max(self.formed, default=-1) <= min(self._units | self.hessians):
             return None
-        return Pairs(self, self.formed, self._units, self.budget.probes // 2).orders()
+        return Triples(self, self.formed, self._units, self.budget.probes // 2).orders()
 
     def _beta(self, at: int, known: Before) -> Tensor:
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""
         assert self._orders is not None
-        second, length = self._orders.second[at], self.lengths_of[at]
+        length, t = self.lengths_of[at], broadcast_batch(known.e_B / self.most_B, self.lengths_of[at].shape[1:])
         free_B = free_length2(tuple(known.theta), known, at)
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
         if at in self.bent.halves:
             theta_B = self.bent.theta(at, known)
             rest = rest + product(self.bent.halves[at], broadcast_batch(theta_B, length.shape[1:]))
-        return nan_to_inf(second * broadcast_batch((known.e_B / self.most_B).square(), second.shape[1:]) + rest)
+        return nan_to_inf(self._orders.second[at] * t.square() + self._orders.third[at] * t**3 + rest)
 
     def _measured_third(self, at: int, reach: Tensor, first: Tensor, known: Before) -> Third:
         """Return the bound of |t / W| at the largest e."""
         forms, weight, numbers = self._units[at], self.joint.weights[at], self.most_B[:, None]
-        around = second_range(forms.activation, forms.z_BNH, at_least_near(reach))
-        assert around is not None
-        q, kappa_BNH = 0.5 * torch.maximum(around.hi, -around.lo) * first, kappa(forms, reach)
-        form = forms.weighted((q / weight).square()[None])
+        (m, nu), kappa_BNH = cubic_of(forms, reach), kappa(forms, reach)
+        form = forms.weighted((product(0.5 * nu, first) / weight).square()[None])
         of_image = self.seminorms(
             {at: form}, f"third {at}", [numbers], self.budget.close, self.joint.only((IMAGE,), at, form.largest)
         )
-        p = product(kappa_BNH, 0.5 * (first + reach))
+        p = share_of_b(kappa_BNH, m, first, reach)
         of_remainders = propagated(self, {at: (p / weight).square()[None]}, f"beyond {at}", numbers, known, VECTORS)
-        return Third(of_image[0], kappa_BNH, p, of_remainders)
+        return Third(of_image[0], kappa_BNH, m, p, of_remainders)
 
     def _third(self, at: int, known: Before) -> Tensor:
         """Bound |t / W|^2 of a leaf: (B,)."""
         third, t_B, reach = self._thirds[at], known.e_B / self.most_B, self._reach(at, known)
         assert self._orders is not None
         linear = nan_to_inf(self._orders.first[at] * broadcast_batch(t_B, reach.shape[1:]))
-        p = product(third.kappa, 0.5 * (linear + reach))
+        p = share_of_b(third.kappa, third.m, linear, reach)
         of_remainders_B = product(largest_share(p, third.p), third.of_remainders.at(known.e_B, known)[0])
         return nan_to_inf((product(t_B.square(), third.of_image_B) + of_remainders_B).square() * OUT)
+
+
+def share_of_b(kappa_BNH: Tensor, m: Tensor, first: Tensor, reach: Tensor) -> Tensor:
+    """Return p, for e |A| = first."""
+    return product(kappa_BNH, 0.5 * (first + reach)) + 0.5 * product(m.abs(), first.square())

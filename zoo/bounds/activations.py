@@ -57,7 +57,7 @@ def slope_range(activation: Activation) -> float:
 class Smooth:
     """sigma', sigma'' and the extrema of sigma'' as (location, value rounded outwards). docs/proofs.md#hull.
 
-    `steepest` is never below |sigma'''|; infinite where sigma'' jumps.
+    `steepest` is never below |sigma'''| and `most_fourth` never below |sigma''''|; infinite where sigma'' jumps.
     """
 
     slope: Callable[[Tensor], Tensor]
@@ -66,6 +66,14 @@ class Smooth:
     slopes: tuple[float, float]
     operations: int | None = None
     steepest: float = math.inf
+    most_fourth: float = math.inf
+
+    def third(self, z: Tensor) -> Tensor:
+        """Return sigma''', as torch differentiates sigma''."""
+        with torch.enable_grad():
+            z = z.detach().requires_grad_(True)
+            (found,) = torch.autograd.grad(self.second(z).sum(), z)
+        return found
 
     def remainder(self, z_PNH: Tensor, w_PNH: Tensor, reach_PNH: Tensor, r_P: Tensor, lambda_max: LambdaMax) -> Tensor:
         """Bound the remainder R_h = d_h^2 int_0^1 (1 - t) sigma''(z_h + t d_h) dt.

@@ -92,7 +92,7 @@ def _sigmoid_second(z: Tensor) -> Tensor:
     return -_sigmoid_slope(z) * (z / 2).tanh()
 
 
-# Largest slopes, and extrema of sigma'', are rounded outwards by one unit of the last printed decimal. The largest
+# Largest derivatives and extrema of sigma'' are rounded outwards by one unit of the last printed decimal. The largest
 # slope of erf-GELU is Phi(sqrt2) + sqrt2 phi(sqrt2) at sqrt2; the often quoted 1.12 is below it (docs/proofs.md#slopes,
 # docs/references.md#erratum-gelu-slope). That of SiLU is at 2.39936. For both and for tanh-GELU,
 # sigma'(z) + sigma'(-z) = 1, so the least slope is 1 minus the largest.
@@ -103,6 +103,7 @@ GELU = Smooth(
     (1 - 1.1289041452, 1.1289041452),
     operations=1,
     steepest=0.7787696351,
+    most_fourth=1.5957691217,
 )
 TANH_GELU = Smooth(
     _tanh_gelu_slope,
@@ -111,6 +112,7 @@ TANH_GELU = Smooth(
     (1 - 1.1289930688, 1.1289930688),
     operations=1,
     steepest=0.7768,
+    most_fourth=1.6036674523,
 )
 TANH = Smooth(
     _tanh_slope,
@@ -119,6 +121,7 @@ TANH = Smooth(
     (0.0, 1.0),
     operations=1,
     steepest=2.0,
+    most_fourth=4.0858855030,
 )
 
 
@@ -137,6 +140,7 @@ SIGMOID = Smooth(
     (0.0, 0.25),
     operations=1,
     steepest=0.125,
+    most_fourth=0.1276839220,
 )
 
 SILU = Smooth(
@@ -146,6 +150,7 @@ SILU = Smooth(
     (1 - 1.0998393202, 1.0998393202),
     operations=1,
     steepest=0.3083,
+    most_fourth=0.5,
 )
 
 
@@ -168,6 +173,7 @@ def softplus(module: nn.Softplus) -> Smooth:
         (0.0, 1.0),
         operations=1,
         steepest=b**2 * 0.0962250449,
+        most_fourth=b**3 * 0.125,
     )
 
 

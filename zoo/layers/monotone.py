@@ -31,5 +31,6 @@ MONOTONE_GELU = Smooth(
     (0.0, 1.0),
     operations=4,
     steepest=GELU.steepest / SHRINK * (1 + 1e-12),
+    most_fourth=GELU.most_fourth / SHRINK * (1 + 1e-12),
 )
 register(MonotoneGELU, scalar(lambda module: MONOTONE_GELU))

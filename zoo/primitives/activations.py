@@ -161,6 +161,7 @@ MISH = Smooth(
     (-0.1125261224, 1.0884981618),
     operations=4,
     steepest=0.5886,
+    most_fourth=1.1010,
 )
 
 

@@ -1,14 +1,12 @@
-"""Sums of squares of bilinear forms of Gaussian vectors: the worst form has rank one, and the quantile holds."""
+"""Sums of squares of multilinear forms of Gaussian vectors: the worst has rank one, and the quantiles hold."""
 
 import math
 
 import pytest
 import torch
 
-from certify.shared.quantiles import END, STEP, _transform, least_mean_length, least_pair_sum
+from certify.shared.quantiles import _transform, least_mean_length, least_product_sum
 from tests.tools.ascent import ascend
-
-GRID = torch.arange(0.0, END, STEP, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("t", [0.1, 1.0, 10.0])
@@ -24,7 +22,7 @@ def test_ascent_over_singular_values_ends_at_rank_one(t: float) -> None:
     found = ascend(transform, torch.full((1, 4), 0.5, dtype=torch.float64), torch.full((1,), 1.0).double(), 60, 8)
     assert found <= (1 + 2 * t * square).rsqrt().mean(0).max() * (1 + 1e-9)
     assert abs(float(found - one)) < 0.02
-    assert one <= _transform(t, GRID) + 4 * one / 20000**0.5
+    assert one <= _transform(t, 2) + 4 * one / 20000**0.5
 
 
 @pytest.mark.parametrize("t", [0.01, 0.3, 5.0, 100.0])
@@ -32,21 +30,30 @@ def test_the_transform_is_bounded_closely(t: float) -> None:
     """L(t) = (2 z / pi)^(1/2) e^z K_0(z) for z = 1 / (8 t)."""
     z = torch.tensor(1 / (8 * t), dtype=torch.float64)
     exact = float((2 * z / math.pi).sqrt() * torch.special.scaled_modified_bessel_k0(z))
-    assert exact <= _transform(t, GRID) <= exact + 1e-4
+    assert exact <= _transform(t, 2) <= exact + 1e-4
+
+
+@pytest.mark.parametrize("t", [0.1, 3.0, 100.0])
+def test_the_transform_of_triples_is_bounded_closely(t: float) -> None:
+    x, y = torch.randn(2, 10**6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).square()
+    found = (1 + 2 * t * x * y).rsqrt()
+    assert found.mean() - 4e-3 * found.std() <= _transform(t, 3) <= found.mean() + 0.01
 
 
 @pytest.mark.parametrize(("count", "chance"), [(10, 0.2), (40, 0.05)])
 @pytest.mark.parametrize("rank", [1, 3])
-def test_sums_are_seldom_below_the_quantile(count: int, chance: float, rank: int) -> None:
-    random = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 20000, count, rank, generator=random, dtype=torch.float64)
-    sums = ((x * y).sum(-1).square() / rank).sum(1)
-    assert 0 < least_pair_sum(count, chance) < count
-    assert (sums <= least_pair_sum(count, chance)).double().mean() <= chance
+@pytest.mark.parametrize("order", [2, 3])
+def test_sums_are_seldom_below_the_quantile(order: int, count: int, chance: float, rank: int) -> None:
+    random, least = torch.Generator().manual_seed(0), least_product_sum(count, order, chance)
+    vectors = torch.randn(order, 20000, count, rank, generator=random, dtype=torch.float64)
+    sums = (vectors.prod(0).sum(-1).square() / rank).sum(1)
+    assert 0 < least < count
+    assert (sums <= least).double().mean() <= chance
 
 
-def test_too_few_pairs_say_nothing() -> None:
-    assert least_pair_sum(1, 1e-16) == 0.0
+@pytest.mark.parametrize("order", [2, 3])
+def test_too_few_say_nothing(order: int) -> None:
+    assert least_product_sum(1, order, 1e-16) == 0.0
 
 
 @pytest.mark.parametrize(("count", "chance"), [(10, 0.2), (40, 0.05)])

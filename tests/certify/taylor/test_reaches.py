@@ -1,4 +1,4 @@
-"""Reaches of a linear part, second order and a rest: against ascent, and their parts against dense matrices."""
+"""Reaches of a linear part, higher orders and a rest: against ascent, and their parts against dense matrices."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.image.ellipsoid import Before
-from certify.taylor import pairs
+from certify.taylor import triples
 from certify.taylor.cross import crossed
 from certify.taylor.forms import kappa, smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
@@ -17,6 +17,7 @@ from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import dense
 from tests.tools.taylor_stages import analysed, stage_of, taylor_of
+from zoo.bounds.activations import Smooth
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 
@@ -42,7 +43,7 @@ def ellipsoids_of(stage: TaylorStage) -> CloserEllipsoids:
 
 
 def exceeded(seed: int, scale: float, e: float) -> bool:
-    """Check if an image moves units beyond their reach, or off their second order by more than `third`."""
+    """Check if an image moves units beyond their reach, or off their third order by more than `third`."""
     net, x, y = deep(seed, scale)
     found = ellipsoids_of(stage_of(analysed(net, x, y), e))
     beyond = []
@@ -80,14 +81,15 @@ def moves(net: nn.Sequential, x: Tensor, layers: int) -> Callable[[Tensor], Tens
 
 
 def third_of(found: CloserEllipsoids, forms: UnitForms, at: int, z: Tensor, x: Tensor, d: Tensor) -> Tensor:
-    """Return |t / W|^2 of a leaf for images z: what its remainders have beyond their second order."""
+    """Return |t / W|^2 of a leaf for images z: what its remainders have beyond their third order."""
     many, linear = len(z) // len(x), Vectors()
     found.tape.push(z.view(many, *x.shape) - x, lambda k, v: linear.update({k: v}), at)
     clean, d = forms.z_BNH.flatten(1), d.view(many, len(x), -1)
     slope, second = forms.activation.slope(clean), forms.activation.second(clean)  # type: ignore[attr-defined]
     gelu = nn.functional.gelu
     r = gelu(clean + d) - gelu(clean) - slope * d
-    t = r - 0.5 * second * forms.units(linear[at]).flatten(2).square()
+    third, first = forms.activation.third(clean), forms.units(linear[at]).flatten(2)  # type: ignore[attr-defined]
+    t = r - second * first.square() / 2 - third * first**3 / 6
     return (t / found.joint.weights[at].flatten(1)).square().sum(-1).flatten()
 
 
@@ -106,7 +108,7 @@ def test_ascent_moves_no_unit_beyond_its_reach(case: tuple[int, float, float]) -
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "pairs too short": lambda patch: patch.setattr(pairs, "least_square_sum", lambda *_: 1e4),
+    "pairs too short": lambda patch: patch.setattr(triples, "least_square_sum", lambda *_: 1e4),
     "third order forgotten": lambda patch: patch.setattr(
         CloserEllipsoids, "_third", lambda self, at, known: 1e-6 * known.total_B
     ),
@@ -122,32 +124,67 @@ def test_a_planted_fault_is_seen_by_ascent(fault: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("parts", mostly_slow(("standard", "stem", "smooth"), "stem"))
 def test_both_orders_are_those_of_dense_maps(parts: str) -> None:
     """They are never below the exact ones, for functionals of every kind of leaf, and not far above."""
-    _, analysis = taylor_of(parts, count=1)
-    found = ellipsoids_of(stage_of(analysis, 0.2))
-    orders, units, joint = found._orders, smooth_leaves(found.tape), found.joint
+    found, moved, squares = moved_by_pixels(parts)
+    orders = found._orders
     assert orders is not None
-    last, size = max(orders.first), analysis.images[0].numel()
-    formed = {at: form for at in orders.first if (form := found.tape.leaves[at].forms) is not None}
-    eye, moved, squares = torch.eye(joint.room(last), dtype=torch.float64)[:size, None], Vectors(), Vectors()
-    joint.push(eye, lambda at, v: moved.update({at: units[at].units(v)} if at in units else {}), last)
-    joint.push(eye, lambda at, v: squares.update({at: formed[at].squares(v)} if at in formed else {}), last)
     for at, square in squares.items():
         close(orders.first[at], square.sqrt(), 1.5)
     total = Vectors()
-    for pixel in range(size):
-
-        def bent(at: int, v: Tensor, pixel: int = pixel) -> Tensor | None:
-            if at in formed:
-                total[at] = total.get(at, 0.0) + formed[at].squares(v)
-            if at not in units:
-                return None
-            second = units[at].activation.second(units[at].z_BNH)  # type: ignore[attr-defined]
-            return found.tape.spread(second * moved[at] * moved[at][pixel], at)
-
-        found.tape.push(torch.zeros(size, *analysis.images.shape, dtype=torch.float64), bent, last)
+    for pixel in range(len(moved[min(moved)])):
+        push(found, total, {at: derivative(found, at, 2) * d * d[pixel] for at, d in moved.items()}, 1.0)
     for at, square in total.items():
         close(orders.second[at], 0.5 * square.sqrt(), 3.0)
     assert max(float(square.max()) for square in total.values()) > 0
+
+
+@pytest.mark.slow
+def test_the_third_order_is_that_of_dense_maps() -> None:
+    found, moved, _ = moved_by_pixels("stem")
+    orders, total = found._orders, Vectors()
+    assert orders is not None
+    for one in range(len(moved[min(moved)])):
+        for other in range(one + 1):
+            sources = {at: derivative(found, at, 3) * d * d[one] * d[other] for at, d in moved.items()}
+            push(found, total, sources, 1.0 if one == other else 2.0)
+    for at, square in total.items():
+        close(orders.third[at], square.sqrt() / 6, 5.0)
+    assert max(float(square.max()) for square in total.values()) > 0
+
+
+def moved_by_pixels(parts: str) -> tuple[CloserEllipsoids, Vectors, Vectors]:
+    """Return what unit vectors of the image do to units, and the squares of all functionals."""
+    _, analysis = taylor_of(parts, count=1)
+    found = ellipsoids_of(stage_of(analysis, 0.2))
+    assert found._orders is not None
+    units, last, size = smooth_leaves(found.tape), max(found._orders.first), analysis.images[0].numel()
+    eye, moved, squares = torch.eye(found.joint.room(last), dtype=torch.float64)[:size, None], Vectors(), Vectors()
+
+    def visit(at: int, v: Tensor) -> None:
+        if at in units:
+            moved[at] = units[at].units(v)
+        if at in found.formed:
+            squares[at] = found.formed[at].squares(v)
+
+    found.joint.push(eye, visit, last)
+    return found, moved, squares
+
+
+def derivative(found: CloserEllipsoids, at: int, order: int) -> Tensor:
+    forms = smooth_leaves(found.tape)[at]
+    assert isinstance(forms.activation, Smooth)
+    return (forms.activation.second if order == 2 else forms.activation.third)(forms.z_BNH)
+
+
+def push(found: CloserEllipsoids, total: Vectors, sources: Vectors, times: float) -> None:
+    """Add the squares of all functionals of what these remainders do, that many times."""
+
+    def bent(at: int, v: Tensor) -> Tensor | None:
+        if at in found.formed:
+            total[at] = total.get(at, 0.0) + times * found.formed[at].squares(v)
+        return found.tape.spread(sources[at], at) if at in sources else None
+
+    count = len(sources[min(sources)])
+    found.tape.push(torch.zeros(count, *found.joint.images.shape, dtype=torch.float64), bent, max(found.formed))
 
 
 def close(bound: Tensor, exact: Tensor, times: float) -> None:

@@ -12,7 +12,7 @@ from tests.tools.form_attacks import attacks, grazing
 from zoo.bounds import elementwise
 from zoo.bounds.activations import Hinge, Smooth
 from zoo.bounds.elementwise import UnitForms
-from zoo.bounds.third_order import SecondRange, second_range
+from zoo.bounds.third_order import SecondRange, cubic, second_range
 from zoo.layers.mlp import Mlp
 from zoo.layers.norm_forms import NormForms, ProjectForms
 from zoo.layers.norms import LayerProject, SmoothProject
@@ -71,6 +71,27 @@ def test_the_third_derivative_is_below_its_bound(act: Smooth) -> None:
     z = torch.linspace(-12, 12, 200_001).double().requires_grad_(True)
     (third,) = torch.autograd.grad(act.second(z).sum(), z)
     assert act.steepest * 0.999 < third.abs().max() <= act.steepest * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("act", SMOOTH)
+def test_the_fourth_derivative_is_below_its_bound(act: Smooth) -> None:
+    z = torch.linspace(-12, 12, 200_001).double().requires_grad_(True)
+    (third,) = torch.autograd.grad(act.second(z).sum(), z, create_graph=True)
+    (fourth,) = torch.autograd.grad(third.sum(), z)
+    assert act.most_fourth * 0.999 < fourth.abs().max() <= act.most_fourth * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("act", SMOOTH)
+def test_the_cubic_encloses_the_mean_within_the_reach(act: Smooth) -> None:
+    """Compare c - s - m d with its bound at many points, and near 0 with the fourth derivative."""
+    z, reach = torch.linspace(-6, 6, 600).double(), 10 ** (torch.arange(600) % 7 - 5.0).double()
+    found, (t, weight) = cubic(act, z, reach), midpoints(2000)
+    for share in torch.linspace(-1, 1, 41):
+        d = share * reach
+        c = (weight * act.second(z + d * t)).sum(0)
+        assert ((c - act.second(z) - found.m * d).abs() <= found.rest + 1e-6 * reach.square() + 1e-7 * reach).all()
+    small = cubic(act, z, torch.full_like(z, 1e-3)).rest
+    assert (small <= act.most_fourth * 1e-6 / 12 * 1.01 + 1e-12).all()
 
 
 def test_delta_falls_with_the_reach_and_never_exceeds_its_third() -> None:
