@@ -45,7 +45,7 @@ from zoo.bounds.curvature import expansion_of
 
 
 @pytest.mark.parametrize("r", mostly_slow(RADII, 0.3))
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", mostly_slow(SCORES, "dot product", "tied distances"))
 def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None:
     """The reaches are exact."""
     case = case_of(SCORES[score])
@@ -56,7 +56,7 @@ def test_no_ascent_within_the_reaches_beats_a_form(score: str, r: float) -> None
     assert (excess_of_signed(case, r) <= 1e-6).all()
 
 
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", mostly_slow(SCORES, "dot product", "tied distances"))
 def test_no_ascent_beats_the_third_order(score: str) -> None:
     found = torch.cat([share_of_third(case_of(SCORES[score]), r) for r in (1e-3, 0.03)])
     print(f"{score}: of third order {found.median():.3f}")
@@ -67,7 +67,7 @@ def test_no_ascent_beats_the_third_order(score: str) -> None:
 @pytest.mark.parametrize(
     ("r", "small"), mostly_slow([(0.003, 1.0), (0.01, 1.0), (0.03, 0.3), (0.03, 1.0)], (0.01, 1.0))
 )
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", mostly_slow(SCORES, "dot product", "tied distances"))
 def test_no_ascent_beats_the_norm_of_the_third_order(score: str, r: float, small: float) -> None:
     """Within a share of the reach, the form holds after it shrinks."""
     case = case_of(SCORES[score])
@@ -107,7 +107,7 @@ def test_within_a_small_reach_the_signed_form_is_minus_the_hessian(score: str) -
 
 
 @pytest.mark.parametrize("r", mostly_slow((0.03, 1.0, 30.0, 1e4), 1.0))
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", mostly_slow(SCORES, "dot product", "tied distances"))
 def test_no_ascent_beats_what_holds_everywhere(score: str, r: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores may move without limit."""
     monkeypatch.setattr(ScoreRange, "__init__", unbounded(ScoreRange.__init__))
