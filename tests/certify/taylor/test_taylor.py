@@ -15,7 +15,7 @@ from certify.taylor.forms import smooth_units
 from certify.taylor.propagated import propagated
 from certify.taylor.rivals import Rival
 from certify.taylor.taylor import Taylor, TaylorStage, has_units
-from certify.taylor.trust_region import signed_forms
+from certify.taylor.trust_region import signed_form, signed_forms
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, situation
@@ -157,6 +157,27 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     best = (0.5 * (m[:, 0] + (b.square() / (m - values)).sum(1))).min()
     quadratic = terms.quadratic(stage.most_B)[0, 0]
     assert 0.9 * quadratic < best <= quadratic * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", UNITS)
+def test_blocks_have_the_norms_of_dense_matrices(parts: str) -> None:
+    """They are above the exact norms, and not far above where rounding is small beside them."""
+    _, analysis = taylor_of(parts, count=1)
+    stage = stage_of(analysis, 0.2)
+    found, g = stage.ellipsoids, stage.here.gradients(stage.here.rivals_BR[:, 0][None])
+    (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
+    beside, units, joint = rival.beside, rival.curved.units, found.joint
+    maps = dense(joint, rival.margins.last)
+    others = {at: signed_form(found, at, g.leaves[at]) for at in rival.margins.forms if at not in units}
+    for forms, norm, sources in (
+        ({at: of_leaf.with_more() for at, of_leaf in units.items()}, beside.to_units, beside.apart),
+        (others, beside.to_others, joint.sources(max(others))),
+    ):
+        whole, size = sum((matrix(found, form, at, maps)[0, 0] for at, form in forms.items()), torch.zeros(())), 64
+        kept = joint.only(sources, max(forms), norm).entries[0, 0].bool()
+        exact = torch.linalg.matrix_norm(whole[: len(kept), :size][kept], 2)
+        assert exact * (1 - 1e-9) <= norm[0, 0] <= 1.7 * exact
 
 
 @pytest.mark.slow
