@@ -115,12 +115,8 @@ class Pushed:
 
     def _look(self, x: Tensor, y: Tensor, seen: Seen) -> None:
         """Add the squares of <u, K u'> of all pairs."""
-        joint, hessians, formed, moved = (
-            self.ellipsoids.joint,
-            self.ellipsoids.hessians,
-            self.ellipsoids.formed,
-            Vectors(),
-        )
+        joint, hessians = self.ellipsoids.joint, self.ellipsoids.hessians
+        formed, moved = self.ellipsoids.formed, Vectors()
 
         def arrive(at: int, v: Tensor) -> None:
             if at in hessians:
