@@ -22,31 +22,48 @@ from certify.image.columns import Columns
 from certify.image.ellipsoid import Before, Ellipsoids, Grown, Known, Off, Rest
 from certify.image.joint import Joint, Sizes
 from certify.image.measured import PROBE_FAILURE, TINY, Draw
-from certify.shared.quantiles import least_product_sum
+from certify.shared.quantiles import least_product_sum, least_square_sum
 from certify.taylor.forms import smooth_units
 from certify.taylor.triples import TOGETHER, away, entries, longest
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import Forms, Hessian
 from zoo.bounds.tape import Vectors
 
+SPARE = 1e-10  # of the trace, for the rounding of an eigenvalue
+
 
 @dataclass(frozen=True)
 class Bent:
-    """|K|_F / 2 of the functionals (B, ...) of every leaf behind one with a Hessian, and the leaves with one."""
+    """|K|_F / 2 of the functionals (B, ...) of every leaf behind one with a Hessian.
+
+    `rows` are the norms of all L_r M (B, R) of the leaves with a Hessian.
+    """
 
     halves: Vectors
-    leaves: tuple[int, ...]
+    rows: Vectors
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return tuple(self.rows)
 
     def theta(self, at: int, grown: Grown | Before) -> Tensor:
         """Return Theta before the last leaf with a Hessian that reaches leaf `at`: (B,)."""
         return grown.before[max(k for k in self.leaves if k < at)]
 
 
+@dataclass(frozen=True)
+class ThirdNorm:
+    """The bound of |R_3 / W| of a leaf at the largest e, for Theta = 1, and Theta there."""
+
+    norm_B: Tensor
+    total_B: Tensor
+
+
 class BentEllipsoids(Ellipsoids):
     """The ellipsoids of all leaves, with the second order of leaves that have a Hessian."""
 
     def __init__(self, joint: Joint, draw: Draw, known: Known, off: Off, first: Columns | None) -> None:
-        self._norms_of_third = dict[int, Tensor]()
+        self._thirds_of_hessians = dict[int, ThirdNorm]()
         super().__init__(joint, draw, known, off, first)
 
     @cached_property
@@ -67,29 +84,40 @@ class BentEllipsoids(Ellipsoids):
 
     @cached_property
     def bent(self) -> Bent:
-        return Pushed(self, self.budget.probes // 2).bent() if self.hessians else Bent(Vectors(), ())
+        return Pushed(self, self.budget.probes // 2).bent() if self.hessians else Bent(Vectors(), Vectors())
 
     def _rest(self, at: int, known: Before) -> Rest:
         rest = super()._rest(at, known)
         if at in self.hessians and rest.reach is not None:
-            form, word = self.hessians[at].of_third(rest.reach, 1 / self.joint.weights[at]), f"third of {at}"
-            self._norms_of_third[at] = self.seminorms({at: form}, word, [self.most_B[:, None]], self.budget.close)[0]
+            form = self.hessians[at].of_third(rest.reach, self._rows(at, known), 1 / self.joint.weights[at])
+            norm = self.seminorms({at: form}, f"third of {at}", [self.most_B[:, None]], self.budget.close)
+            self._thirds_of_hessians[at] = ThirdNorm(norm[0], known.total_B)
         return rest
 
     def _theta(self, at: int, known: Before) -> Tensor:
         theta_B, reach = super()._theta(at, known), self.rests[at].reach
-        if at in self._norms_of_third and reach is not None:
-            shrink_B = self.hessians[at].shrink_third(self._reach(at, known), reach)
-            third_B = nan_to_inf(product(self._norms_of_third[at].square(), known.total_B)) * OUT
-            known.third[at] = torch.fmin(theta_B, product(shrink_B, third_B))
+        if at in self._thirds_of_hessians and reach is not None:
+            third, now = self._thirds_of_hessians[at], self._reach(at, known)
+            of_reach_B = torch.where(now > 0, now / reach, 0.0).nan_to_num(1.0).flatten(1).amax(1)
+            share_B = torch.maximum(of_reach_B, (known.total_B / third.total_B).sqrt()).clamp_max(1)
+            third_B = nan_to_inf(product(third.norm_B.square(), known.total_B)) * OUT
+            known.third[at] = torch.fmin(theta_B, product(self.hessians[at].shrink_third(share_B), third_B))
         return theta_B
+
+    def _rows(self, at: int, known: Before) -> Tensor:
+        """Return the reaches of the lengths |L_r H| (B, R)."""
+        return product(self.bent.rows[at], known.total_B.sqrt()[:, None]) * OUT
 
 
 @dataclass
 class Seen:
-    """The sums of squares of all pairs, and the largest lengths: of u, and of sources over their weights."""
+    """The sums of squares of all pairs, and the largest lengths: of u, and of sources over their weights.
+
+    `rows` are the sums of all L_r u u^T L_r^T, (B, R, K, K) of every leaf with a Hessian.
+    """
 
     length_B: Tensor
+    rows: Vectors = field(default_factory=Vectors)
     squares: Vectors = field(default_factory=Vectors)
     sources: Sizes = field(default_factory=Sizes)
 
@@ -110,8 +138,8 @@ class Pushed:
             u = ellipsoids.draw(rooms, f"bent {start}", ellipsoids.most_B[:, None]).movedim(1, 0)
             for x, y in zip(*(half.split(fit) for half in u.chunk(2)), strict=True):
                 self._look(x, y, seen)
-        ellipsoids.failure += PROBE_FAILURE
-        return Bent(self._halves(seen), tuple(hessians))
+        ellipsoids.failure += 2 * PROBE_FAILURE
+        return Bent(self._halves(seen), {at: self._row(at, seen) for at in seen.rows})
 
     def _look(self, x: Tensor, y: Tensor, seen: Seen) -> None:
         """Add the squares of <u, K u'> of all pairs."""
@@ -121,6 +149,8 @@ class Pushed:
         def arrive(at: int, v: Tensor) -> None:
             if at in hessians:
                 moved[at] = v
+                rows = hessians[at].rows(v).movedim(0, -1)
+                seen.rows[at] = rows @ rows.mT + seen.rows.get(at, 0.0)
 
         def leave(at: int, v: Tensor) -> Tensor | None:
             if at in formed and at > min(hessians):
@@ -135,6 +165,22 @@ class Pushed:
         seen.length_B = torch.maximum(seen.length_B, torch.linalg.vector_norm(u, dim=-1).amax(0))
         joint.push(u, arrive, max(hessians))
         joint.tape.push(x.new_zeros(len(x), *joint.images.shape), leave, max(formed))
+
+    def _row(self, at: int, seen: Seen) -> Tensor:
+        """Return the norms of all L_r M (B, R) of a leaf.
+
+        Along the top left singular vector of L_r M, of norm x, the sum of squares over vectors u is x^2 times chi^2.
+        """
+        grams, rounding, root = seen.rows[at], self.ellipsoids.rounding, (2 * self.count) ** 0.5
+        trace = grams.diagonal(dim1=-2, dim2=-1).sum(-1)
+        most = torch.linalg.eigvalsh(grams)[..., -1].clamp_min(0) + SPARE * trace + TINY
+        number = sum(rows[0, :, 0, 0].numel() for rows in seen.rows.values())
+        least = least_square_sum(2 * self.count, PROBE_FAILURE / number) ** 0.5
+        sure_B = (least - root * 2 * product(rounding.share(at), seen.length_B)).clamp_min(0)
+        far_B = (
+            2 * root * product(self.ellipsoids.hessians[at].rows_rounding, product(rounding.sizes[at], seen.length_B))
+        )
+        return nan_to_inf(OUT * (most.sqrt() + far_B[:, None]) / sure_B[:, None])
 
     def _halves(self, seen: Seen) -> Vectors:
         """Return |K|_F / 2; torch's error in the sources, and that of the second push, are added."""

@@ -16,7 +16,7 @@ from zoo.attention.theory.core import Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.theory.squares import QKV, applied
 from zoo.attention.theory.third_forms import second_order, third
-from zoo.bounds.contracts import Expansion
+from zoo.bounds.contracts import Expansion, QuadraticForm
 
 B, H, N, W, X = 10, 2, 4, 3, 9
 SCORES = {
@@ -51,6 +51,11 @@ class Case:
     def reach(self, r: float) -> Tensor:
         """Return the exact reaches."""
         return self.forms.squares(self.m_XB3HNW).sqrt() * r
+
+    def third(self, r: float) -> QuadraticForm:
+        """Return the form of third order; the lengths of rows are exact."""
+        rows = self.forms.rows(self.m_XB3HNW).movedim(0, -1)
+        return self.forms.of_third(self.reach(r), r * torch.linalg.matrix_norm(rows, 2), ONE)
 
     def rest(self, eta: Tensor) -> Tensor:
         """Return R of changes (many B, ...)."""
@@ -151,8 +156,7 @@ def share_of_rest(case: Case, r: float) -> Tensor:
 
 def share_of_third_norm(case: Case, r: float, small: float = 1.0) -> Tensor:
     """Return max |R - D^2[H, H] / 2|^2 / (t <H, C H>) found within a share of the reach, t what it shrinks by: (B,)."""
-    large = case.reach(r)
-    form, shrink_B = case.forms.of_third(large, ONE), case.forms.shrink_third(small * large, large)
+    form, shrink_B = case.third(r), case.forms.shrink_third(torch.full((B,), small, dtype=torch.float64))
 
     def share(u: Tensor) -> Tensor:
         eta = case.eta(u)

@@ -78,14 +78,21 @@ class CoreLeafForms:
     def bilinear_rounding(self) -> Tensor:
         return bilinear_rounding(self.core.core, self.moduli)
 
-    def of_third(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        found = self.core.reach(reach)
-        form = self._norm(third_norm(self.core, found), found, weight)
+    def rows(self, v: Tensor) -> Tensor:
+        q, k, _ = v.unbind(2)
+        return (self.core.core.p.sqrt() * self.core.scores.change(q, k)).flatten(2, 3)
+
+    @property
+    def rows_rounding(self) -> Tensor:
+        return 3 * terms_rounding(self.core.core) * self.moduli.scores
+
+    def of_third(self, reach: Tensor, lengths: Tensor, weight: Tensor) -> QuadraticForm:
+        found, core = self.core.reach(reach), self.core.core
+        form = self._norm(third_norm(self.core, found, lengths.view(core.p.shape[:-1])), found, weight)
         return replace(form, largest=torch.where(near(found), form.largest, torch.inf))
 
-    def shrink_third(self, small: Tensor, large: Tensor) -> Tensor:
-        """Return the fourth power of the largest ratio of reaches; the part that is not exact does not shrink."""
-        share = torch.where(small > 0, small / large, 0.0).nan_to_num(1.0).flatten(1).amax(1)
+    def shrink_third(self, share: Tensor) -> Tensor:
+        """Return the fourth power; the part that is not exact does not shrink."""
         return share**4 if self.inexact is None else (share**4).clamp_min(FLOOR)
 
     def _norm(self, sums: Sequence[Squares], reach: ScoreRange, weight: Tensor) -> QuadraticForm:

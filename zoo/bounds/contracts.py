@@ -152,6 +152,7 @@ class Hessian(Protocol):
     """The second order of f around one clean batch, f(x + H) = f(x) + J H + D^2 f[H, H] / 2 + R_3(H).
 
     It is for modules whose R has a bound but whose entries of R have none (`Forms`); reaches are those of the forms.
+    R_3 also depends on how long certain vectors L_r H get; their reaches are `lengths` (B, R).
     """
 
     def bilinear(self, u: Tensor, v: Tensor) -> Tensor:
@@ -163,14 +164,26 @@ class Hessian(Protocol):
         """A bound, never below |fl(D^2 f[u, v]) - D^2 f[u, v]| / (|u| |v|): (B,)."""
         ...
 
-    def of_third(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        """Return the form with |weight R_3(H)|^2 <= <H, C H>, one for each image; infinite where none is known."""
+    def rows(self, v: Tensor) -> Tensor:
+        """Return all L_r v (C, B, R, K) for vectors (C, B, *x)."""
         ...
 
-    def shrink_third(self, small: Tensor, large: Tensor) -> Tensor:
-        """Return t (B,), at most 1, with |weight R_3(H)|^2 <= t <H, C H> within the small reach.
+    @property
+    def rows_rounding(self) -> Tensor:
+        """A bound, never below |fl(L_r v) - L_r v| / |v|: (B,)."""
+        ...
 
-        C is the form that `of_third` makes for the large reach.
+    def of_third(self, reach: Tensor, lengths: Tensor, weight: Tensor) -> QuadraticForm:
+        """Return the form with |weight R_3(H)|^2 <= <H, C H>, one for each image; infinite where none is known.
+
+        It holds for smaller reaches and lengths too.
+        """
+        ...
+
+    def shrink_third(self, share: Tensor) -> Tensor:
+        """Return t (B,) with |weight R_3(H)|^2 <= t <H, C H> where all reaches and lengths are `share` times as large.
+
+        C is the form for the larger ones, and `share` (B,) at most 1.
         """
         ...
 

@@ -90,7 +90,7 @@ def test_ascent_moves_no_unit_beyond_its_reach(case: tuple[int, float, float]) -
 
 def forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Bent, "theta", lambda self, at, grown: 0 * grown.before[self.leaves[0]])
-    patch.setattr(CoreLeafForms, "shrink_third", lambda self, small, large: 0 * small.flatten(1)[:, 0])
+    patch.setattr(CoreLeafForms, "shrink_third", lambda self, share: 0 * share)
 
 
 def test_a_planted_fault_is_seen_by_ascent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_no_ascent_beats_the_third_order(score: str) -> None:
 def test_no_ascent_beats_the_norm_of_the_third_order(score: str, r: float, small: float) -> None:
     """Within a share of the reach, the form holds after it shrinks."""
     case = case_of(SCORES[score])
-    found, known = share_of_third_norm(case, r, small), case.forms.of_third(case.reach(r), ONE).largest[0].isfinite()
+    found, known = share_of_third_norm(case, r, small), case.third(r).largest[0].isfinite()
     print(f"{score} {r}: of third order {found[known].sqrt().median():.3f}, known {known.double().mean():.1f}")
     assert known.sum() > 3
     assert (found[known] <= 1 + 1e-6).all()
@@ -297,7 +297,7 @@ SHARES = (share_of_gradient, share_of_rest, share_of_third)
 
 
 def known_third_norm(case: Case, r: float) -> Tensor:
-    known = case.forms.of_third(case.reach(r), ONE).largest[0].isfinite()
+    known = case.third(r).largest[0].isfinite()
     return torch.where(known, share_of_third_norm(case, r), 0.0)
 
 

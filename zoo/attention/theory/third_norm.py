@@ -10,6 +10,9 @@ of the bracket, and the second sd_t(y) times a number. All bounds grow with t, s
 Proof: docs/proofs.md#attention-third-norm. Letters: as in core.py; M pairs of vectors.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -58,10 +61,13 @@ def near(reach: ScoreRange) -> Tensor:
     return (reach.tau <= NEAR).flatten(1).all(1) & reach.bounded
 
 
-def third_norm(forms: CoreForms, reach: ScoreRange) -> list[Squares]:
-    """Return F with |R_3(eta)|^2 <= F(eta) for `near` images."""
-    core = forms.core
-    a, on_values = _of_scores(core, reach), _of_values(core, reach)
+def third_norm(forms: CoreForms, reach: ScoreRange, deviation: Tensor) -> list[Squares]:
+    """Return F with |R_3(eta)|^2 <= F(eta) for `near` images.
+
+    `deviation` (B, H, N) bounds the sd of delta^1 under each row: no row has all its entries at their reach at once.
+    """
+    core, panels = forms.core, [_Moment(reach, deviation.unsqueeze(-1), (k + 1) / PANELS) for k in range(PANELS)]
+    a, on_values = _of_scores(core, panels), _of_values(core, panels)
     theta = 2 * ratio(*((a * size.square()).sum(-1, keepdim=True).sqrt() for size in (reach.quadratic, reach.linear)))
     scores, products = (1 + theta) * a, reach.centred(4 * (1 + 1 / theta) * a)
     b = on_values.square() * core.p
@@ -82,14 +88,15 @@ def third_norm(forms: CoreForms, reach: ScoreRange) -> list[Squares]:
 class _Moment:
     """A row at the end t of a panel: bounds for every t before it, under the softmax there."""
 
-    def __init__(self, reach: ScoreRange, t: float) -> None:
+    def __init__(self, reach: ScoreRange, deviation: Tensor, t: float) -> None:
         self.p, self.t, tau = reach.core.p, t, reach.exponent_most.unsqueeze(-1)
         self.grown, self.p_t = (t * tau).exp(), self.p * (t * reach.exponent).exp()
-        a = reach.linear + 2 * t * reach.quadratic
-        self.mu = self._deviation(a)  # of a, under the first softmax
+        a, self.sd_q = reach.linear + 2 * t * reach.quadratic, self._deviation(reach.quadratic)
+        # of a, under the first softmax
+        self.mu = torch.minimum(self._deviation(a), deviation + 2 * t * self.sd_q)
         moved = t * self.grown * self.mu  # E_t z~ in units of sd(z)
         self.a = a + moved * self.mu  # a_c at most
-        self.q = reach.quadratic + moved * self._deviation(reach.quadratic)
+        self.q = reach.quadratic + moved * self.sd_q
 
     def _deviation(self, z: Tensor) -> Tensor:
         return (self.p * z.square()).sum(-1, keepdim=True).sqrt()
@@ -103,22 +110,25 @@ class _Moment:
 
     def of_values(self) -> Tensor:
         """Bound (E_t (a_c^2 + 2 Q_c)^2)^(1/2): (B, H, N, 1)."""
-        return (self.p_t * (self.a.square() + 2 * self.q).square()).sum(-1, keepdim=True).sqrt()
+        together = (self.p_t * (self.a.square() + 2 * self.q).square()).sum(-1, keepdim=True).sqrt()
+        apart = self.grown.sqrt() * (self.a.amax(-1, keepdim=True) * self.mu + 2 * self.sd_q)
+        return torch.minimum(together, apart)
 
 
-def _panels(reach: ScoreRange, power: int) -> list[tuple[_Moment, float]]:
-    """Return panels with their shares of int_0^1 (1 - t)^(power - 1) dt."""
-    ends = [(k / PANELS, (k + 1) / PANELS) for k in range(PANELS)]
-    return [(_Moment(reach, end), ((1 - start) ** power - (1 - end) ** power) / power) for start, end in ends]
+def _shares(power: int) -> list[float]:
+    """Return the shares of the panels in int_0^1 (1 - t)^(power - 1) dt."""
+    left = [(1 - k / PANELS) ** power / power for k in range(PANELS + 1)]
+    return [more - less for more, less in itertools.pairwise(left)]
 
 
-def _of_scores(core: Core, reach: ScoreRange) -> Tensor:
+def _of_scores(core: Core, panels: Sequence[_Moment]) -> Tensor:
     """Return A with (the part of a row with c)^2 <= sum_k A_k max_t a~_k^2."""
-    whole = sum(0.5 * share * moment.grown * moment.of_scores() for moment, share in _panels(reach, 3))
-    return whole * core.nu_BHN.square().unsqueeze(-1) / 6  # 1 / 6 is the sum of the halved shares
+    parts = [0.5 * share * one.grown * one.of_scores() for one, share in zip(panels, _shares(3), strict=True)]
+    # 1 / 6 is the sum of the halved shares
+    return torch.stack(parts).sum(0) * core.nu_BHN.square().unsqueeze(-1) / 6
 
 
-def _of_values(core: Core, reach: ScoreRange) -> Tensor:
+def _of_values(core: Core, panels: Sequence[_Moment]) -> Tensor:
     """Bound the part of a row with y, in units of the sd of eta^v: (B, H, N, 1)."""
-    whole = sum(share * moment.grown.sqrt() * moment.of_values() for moment, share in _panels(reach, 2))
-    return core.gain_H[:, None, None].abs() * whole
+    parts = [share * one.grown.sqrt() * one.of_values() for one, share in zip(panels, _shares(2), strict=True)]
+    return core.gain_H[:, None, None].abs() * torch.stack(parts).sum(0)
