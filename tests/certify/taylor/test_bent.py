@@ -98,6 +98,18 @@ def test_a_planted_fault_is_seen_by_ascent(monkeypatch: pytest.MonkeyPatch) -> N
     assert exceeded(0, 20.0, 2.0)
 
 
+def test_rows_have_the_norms_of_dense_maps() -> None:
+    _, analysis = taylor_of("standard", count=1)
+    found = stage_of(analysis, 0.1).ellipsoids
+    maps = dense(found.joint, max(found.hessians))
+    for at, hessian in found.hessians.items():
+        leaf = found.tape.leaves[at]
+        columns = maps[at].permute(2, 0, 1).unflatten(-1, leaf.pull(leaf.y[None])[0].shape[1:])
+        exact, bound = torch.linalg.matrix_norm(hessian.rows(columns).movedim(0, -1), 2), found.bent.rows[at]
+        assert (exact * (1 - 1e-9) <= bound).all()
+        assert (bound <= 1.6 * exact).all()
+
+
 @pytest.mark.slow
 def test_the_halves_are_those_of_dense_maps() -> None:
     """They are never below the exact ones, and not far above: with L L^T = M M^T, |M^T T M|_F = |L^T T L|_F."""
