@@ -19,9 +19,10 @@ from certify.image.budget import at_once, budget
 from certify.image.columns import Columns
 from certify.image.joint import Joint, Scale, Sizes
 from certify.image.rounding import ALLOWED, Rounding
+from certify.shared import block_power
 from certify.shared.quantiles import least_square_sum
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
-from zoo.bounds import block_power, lanczos
+from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm
 
 TINY = 1e-290  # over underflow
@@ -174,7 +175,7 @@ class MeasuredMaps:
         """Return upper bounds of |P S v| for images v of length 1, S = sum_i M_i^T C_i M_i of either sign: (C, B).
 
         P keeps these sources and the noise; `within` as for `top`. Rounding is large compared with this norm, so that
-        it is bounded by powers (zoo/bounds/block_power.py).
+        it is bounded by powers (certify/shared/block_power.py).
         """
         last, size = max(forms), self.joint.images[0].numel()
         self.failure += len(numbers) * PROBE_FAILURE

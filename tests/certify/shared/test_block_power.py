@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from certify.shared import block_power
 from certify.shared.quantiles import least_square_sum
-from zoo.bounds import block_power
 
 N, L = 300, 40
 LEAST = least_square_sum(block_power.VECTORS, 1e-11)

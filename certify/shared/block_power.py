@@ -1,7 +1,7 @@
 """Upper bounds of the norm of a map whose products are inexact, from powers of it and Gaussian vectors.
 
-Lanczos (lanczos.py) allows an error of 5e-8 of the norm itself. Here the error may be any number that is small against
-the norm. With sigma = ||N||, its unit vector w, and z_j = (N^T N)^j v for M Gaussian vectors v,
+Lanczos (zoo/bounds/lanczos.py) allows an error of 5e-8 of the norm itself. Here the error may be any number that is
+small against the norm. With sigma = ||N||, its unit vector w, and z_j = (N^T N)^j v for M Gaussian vectors v,
 
     ( sum <w, v>^2 )^(1/2)  =  sigma^-2K ( sum <w, z_K>^2 )^(1/2),
 
