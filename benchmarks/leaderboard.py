@@ -32,13 +32,6 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "training": "94 minutes of one core of a Zen 4, some beside other jobs",
         },
     ),
-    "cert_gpsa_vit_c10_wide": (
-        ("cert_gpsa_vit_c10_wide_cifar10_best",),
-        {
-            "title": "The network of cert_gpsa_vit_c10, trained on within wider caps",
-            "training": "178 minutes of one core, of a Zen 4 and of an AMD EPYC, beside other jobs",
-        },
-    ),
     "cert_gpsa_vit_c10_gpu": (
         ("cert_gpsa_vit_c10_gpu_cifar10_best",),
         {

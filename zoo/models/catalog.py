@@ -339,7 +339,6 @@ def _families() -> dict[str, Options]:
         "cert_vit_c10": CERT_C10,
         "cert_stem_vit_c10": CERT_STEM_C10,
         "cert_gpsa_vit_c10": CERT_GPSA_C10,
-        "cert_gpsa_vit_c10_wide": CERT_GPSA_C10,
         "cert_gpsa_vit_c10_gpu": CERT_GPSA_C10_GPU,
         "cert_gpsa_vit_imagenette": CERT_IMAGENETTE,
         "cert_vit_mnist": CERT_MNIST,
