@@ -119,7 +119,8 @@ def ascended(value_of: Callable[[Sequence[Tensor]], Tensor], here: Situation, le
     return (value_B - value_of([torch.zeros_like(move) for move in moves])).detach()
 
 
-@pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", PARTS)
 def test_no_input_moves_further_than_where_the_error_behind_it_is_taken(parts: str) -> None:
     """Errors grow with the radius, as those of served attention do, so that ||M_i|| is measured for them."""
     certifier, analysis = analysis_of(parts, count=2)

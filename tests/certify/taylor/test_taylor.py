@@ -103,7 +103,8 @@ def test_random_networks_stay_within_the_bound(seed: int) -> None:
     assert (fall(net, x, y, rival_B, near.most_B) > 0.98 * bound_B).all()
 
 
-@pytest.mark.parametrize("parts", mostly_slow(UNITS, "stem"))
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", UNITS)
 def test_what_remainders_bend_stays_within_its_bound(parts: str) -> None:
     """Draw remainders of all units within their reach, and compare |C^(1/2) b| with the bound and with `rho`."""
     _, analysis = taylor_of(parts)
