@@ -373,7 +373,7 @@ def test_a_single_rank_is_told_what_the_launcher_tells_it(
 
 @pytest.mark.parametrize(
     ("way", "ranks"),
-    mostly_slow(product(("leave", "kill the worker", "kill as Ray does"), (1, 2)), ("kill as Ray does", 2)),
+    mostly_slow(product(("leave", "kill the worker", "kill as Ray does"), (1, 2))),
 )
 def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
     """Ranks and loaders would sleep for ten minutes. Ray kills the children of a worker that ends."""

@@ -195,6 +195,7 @@ def test_weights_that_change_later_are_noticed() -> None:
         made.analyse(x, y)
 
 
+@pytest.mark.slow
 def test_a_module_with_rules_of_its_own_stays_whole() -> None:
     model, x, y = settled(lambda: Tokens(SmoothProject(8)))
     exact = capture(prepared(model), tuple(x.shape[1:])).exact

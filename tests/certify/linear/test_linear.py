@@ -166,6 +166,7 @@ def test_a_mlp_has_the_bounds_of_a_dense_oracle(seed: int, norm: str) -> None:
             assert (tuned(bounds, rows)[0] >= bound_R - 1e-9).all()
 
 
+@pytest.mark.slow
 def test_offsets_that_cancel_are_rounding() -> None:
     """A bias that a later layer takes back costs digits, and the loss says so."""
     losses = []
