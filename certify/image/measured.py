@@ -103,14 +103,9 @@ class MeasuredMaps:
         assert forms is not None
         moved_B = self.rounding.share(at) * longest_B * OUT
         far_B = product(self.rounding.sizes[at], longest_B) * OUT
-        rounded = root * product(forms.slack, broadcast_batch(far_B, squares.shape[1:]))
-        sure_B = share**0.5 - root * moved_B
-        found = (OUT * squares + TINY).sqrt() + rounded
-        return torch.where(
-            broadcast_batch(sure_B > 0, squares.shape[1:]),
-            found / broadcast_batch(sure_B, squares.shape[1:]),
-            torch.inf,
-        )
+        rounded = product(forms.slack, broadcast_batch(far_B, squares.shape[1:]))
+        sure = broadcast_batch(share**0.5 - root * moved_B, squares.shape[1:])
+        return norm_of_squares(squares, self.budget.probes, rounded, sure)
 
     def seminorms(
         self,
@@ -202,6 +197,15 @@ class MeasuredMaps:
         """Return ||M_i|| (B,)."""
         whole = {at: identity(self.joint.ones_B)}
         return self.seminorms(whole, f"input {at}", [self.most_B[:, None]], COARSE)[0]
+
+
+def norm_of_squares(squares: Tensor, count: int, off: Tensor, least: Tensor | float) -> Tensor:
+    """Bound a norm from the sum of so many squares, whose root is at least `least` times the norm.
+
+    Each value was computed to within `off`. The result is infinite where `least` is not positive.
+    """
+    found = (OUT * squares + TINY).sqrt() + count**0.5 * off
+    return nan_to_inf(found / torch.as_tensor(least).clamp_min(0))
 
 
 def _met(met: Sizes, at: int, form: QuadraticForm) -> QuadraticForm:

@@ -44,11 +44,7 @@ class Powers:
             z = back(y)
             lengths[0].append(_length(y))
             lengths[1].append(_length(z))
-        gram_LMM = z @ z.mT
-        trace_L = gram_LMM.diagonal(dim1=-2, dim2=-1).sum(-1)
-        whole = torch.where(gram_LMM.isfinite().all(-1).all(-1)[:, None, None], gram_LMM, 0.0)
-        most_L = torch.linalg.eigvalsh(whole)[:, -1] + SPARE * trace_L
-        return Powers(torch.where(trace_L.isfinite(), most_L.clamp_min(0).sqrt(), torch.inf), *lengths)
+        return Powers(largest_eigenvalue(z @ z.mT).sqrt(), *lengths)
 
     def most(self, x: Tensor, slip_L: Tensor) -> Tensor:
         """Bound the root of the sum of the <w, v>^2, if sigma > x, for products off by at most slip: (..., L)."""
@@ -76,6 +72,14 @@ def norm_upper(forward: Map, back: Map, start_LMN: Tensor, slip_L: Tensor, withi
     tried = first_L * (within_L.clamp_min(LEAST) / first_L) ** share
     proved = powers.most(tried, slip_L) < least**0.5 * (1 - 1e-9)
     return torch.where(proved, tried, torch.inf).amin(0).fmin(within_L)
+
+
+def largest_eigenvalue(gram: Tensor) -> Tensor:
+    """Bound the largest eigenvalue of Gram matrices (..., M, M); infinite where they are not finite."""
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    whole = torch.where(gram.isfinite().flatten(-2).all(-1)[..., None, None], gram, 0.0)
+    most = torch.linalg.eigvalsh(whole)[..., -1].clamp_min(0) + SPARE * trace
+    return torch.where(trace.isfinite(), most, torch.inf)
 
 
 def _length(z_LMN: Tensor) -> Tensor:

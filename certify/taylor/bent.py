@@ -21,15 +21,14 @@ from certify.image.budget import at_once
 from certify.image.columns import Columns
 from certify.image.ellipsoid import Before, Ellipsoids, Grown, Known, Off, Rest
 from certify.image.joint import Joint, Sizes
-from certify.image.measured import PROBE_FAILURE, TINY, Draw
+from certify.image.measured import PROBE_FAILURE, Draw, norm_of_squares
+from certify.shared.block_power import largest_eigenvalue
 from certify.shared.quantiles import least_product_sum, least_square_sum
 from certify.taylor.forms import smooth_units
 from certify.taylor.triples import TOGETHER, away, entries, longest
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import Forms, Hessian
 from zoo.bounds.tape import Vectors
-
-SPARE = 1e-10  # of the trace, for the rounding of an eigenvalue
 
 
 @dataclass(frozen=True)
@@ -171,16 +170,13 @@ class Pushed:
 
         Along the top left singular vector of L_r M, of norm x, the sum of squares over vectors u is x^2 times chi^2.
         """
-        grams, rounding, root = seen.rows[at], self.ellipsoids.rounding, (2 * self.count) ** 0.5
-        trace = grams.diagonal(dim1=-2, dim2=-1).sum(-1)
-        most = torch.linalg.eigvalsh(grams)[..., -1].clamp_min(0) + SPARE * trace + TINY
-        number = sum(rows[0, :, 0, 0].numel() for rows in seen.rows.values())
+        rounding, number = self.ellipsoids.rounding, sum(grams.shape[1] for grams in seen.rows.values())
+        moved_B = (8 * self.count) ** 0.5 * product(rounding.share(at), seen.length_B)
+        far_B = 2 * product(rounding.sizes[at], seen.length_B)
+        off_B = product(self.ellipsoids.hessians[at].rows_rounding, far_B)
         least = least_square_sum(2 * self.count, PROBE_FAILURE / number) ** 0.5
-        sure_B = (least - root * 2 * product(rounding.share(at), seen.length_B)).clamp_min(0)
-        far_B = (
-            2 * root * product(self.ellipsoids.hessians[at].rows_rounding, product(rounding.sizes[at], seen.length_B))
-        )
-        return nan_to_inf(OUT * (most.sqrt() + far_B[:, None]) / sure_B[:, None])
+        squares = largest_eigenvalue(seen.rows[at])
+        return OUT * norm_of_squares(squares, 2 * self.count, off_B[:, None], (least - moved_B)[:, None])
 
     def _halves(self, seen: Seen) -> Vectors:
         """Return |K|_F / 2; torch's error in the sources, and that of the second push, are added."""
@@ -205,7 +201,7 @@ class Pushed:
         share_B = self.ellipsoids.rounding.share(max(k for k in self.ellipsoids.hessians if k < at))
         moved_B = self.count**0.5 * 4 * product(share_B, seen.length_B.square())
         least = least_product_sum(self.count, 2, PROBE_FAILURE / entries(seen.squares)) ** 0.5
-        sure = broadcast_batch((least - moved_B).clamp_min(0), seen.squares[at].shape[1:])
-        length, found = self.ellipsoids.lengths_of[at], (OUT * seen.squares[at] + TINY).sqrt()
+        sure = broadcast_batch(least - moved_B, seen.squares[at].shape[1:])
+        length = self.ellipsoids.lengths_of[at]
         off = product(length, broadcast_batch(own_B, length.shape[1:])) + away(self.ellipsoids, forms, at, bent_B)
-        return nan_to_inf(OUT * 0.5 * (found + self.count**0.5 * off) / sure)
+        return OUT * 0.5 * norm_of_squares(seen.squares[at], self.count, off, sure)

@@ -34,7 +34,6 @@ from certify.taylor.aside import Aside, aside
 from certify.taylor.bent import BentEllipsoids
 from certify.taylor.forms import kappa, units_at
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
-from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
 
 VECTORS = 1024  # for rivals; with 256 the rho are a fifth longer
@@ -123,13 +122,6 @@ def kappa_at(ellipsoids: BentEllipsoids, at: int) -> Tensor:
     reach = ellipsoids.rests[at].reach
     assert reach is not None
     return kappa(units_at(ellipsoids.tape, at), reach)
-
-
-def free(ellipsoids: BentEllipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
-    """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (1, B)."""
-    last = max(forms)
-    scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
-    return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
 
 def _lengths(

@@ -52,7 +52,7 @@ class Rival:
 
     @cached_property
     def beside(self) -> Beside:
-        return Beside.of(self.ellipsoids, self.margins, self.g.leaves, self.curved)
+        return Beside.of(self.ellipsoids, self.margins, self.curved)
 
     def alone(self) -> Terms:
         numbers, most = self.curved.numbers, self.ellipsoids.most
@@ -62,8 +62,8 @@ class Rival:
         return self._with(common.times((left_B[None] * OUT).sqrt()))
 
     def _with(self, behind: Propagated) -> Terms:
-        g, first = self.g, self.here.ball.length(self.g.image)
-        return terms_of(self.ellipsoids, self.margins, g.leaves, g.image, first, self.curved, self.beside, behind)
+        g_0, first = self.g.image, self.here.ball.length(self.g.image)
+        return terms_of(self.ellipsoids, self.margins, g_0, first, self.curved, self.beside, behind)
 
 
 @dataclass(frozen=True)

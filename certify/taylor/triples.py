@@ -14,6 +14,7 @@ Letters: B images, M vectors.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from torch.nn.functional import pad
 from certify.image.budget import at_once
 from certify.image.ellipsoid import Ellipsoids
 from certify.image.joint import Sizes
-from certify.image.measured import PROBE_FAILURE, TINY
+from certify.image.measured import PROBE_FAILURE, norm_of_squares
 from certify.shared.quantiles import least_product_sum, least_square_sum
-from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
+from zoo.arithmetic import OUT, U, broadcast_batch, product
 from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Forms
 from zoo.bounds.elementwise import UnitForms
@@ -100,28 +101,33 @@ class Triples:
                 sums.squares[at] = self.formed[at].squares(v) + sums.squares.get(at, 0.0)
             if at not in moved:
                 return None
-            d, weight = moved[at][:order], self.coefficient(order, at) / joint.weights[at]
-            far = (d.abs() + self._away(at, length_B)).prod(0) - d.abs().prod(0)
-            longest(sums.sources, at, weight * d.prod(0))
-            longest(sums.errors, at, weight * far)
-            return joint.tape.spread(weight * joint.weights[at] * d.prod(0), at)
+            d, share = moved[at][:order], self._coefficients[order][at] / joint.weights[at]
+            far, whole = (d.abs() + self._away(at, length_B)).prod(0) - d.abs().prod(0), d.prod(0)
+            longest(sums.sources, at, share * whole)
+            longest(sums.errors, at, share * far)
+            return joint.tape.spread(self._coefficients[order][at] * whole, at)
 
         joint.tape.push(joint.most_B.new_zeros(count, *joint.images.shape), visit, max(self.formed))
 
-    def coefficient(self, order: int, at: int) -> Tensor:
-        """Return sigma'' / 2 or sigma''' / 6 of a leaf's units."""
-        activation = self.units[at].activation
-        assert isinstance(activation, Smooth)
-        z = self.units[at].z_BNH
-        return activation.second(z) / 2 if order == 2 else activation.third(z) / 6
+    @cached_property
+    def _coefficients(self) -> dict[int, Vectors]:
+        """Sigma'' / 2 and sigma''' / 6 of the units of every leaf, by order."""
+        found = {2: Vectors(), 3: Vectors()}
+        for at, forms in self.units.items():
+            assert isinstance(forms.activation, Smooth)
+            found[2][at], found[3][at] = (
+                forms.activation.second(forms.z_BNH) / 2,
+                forms.activation.third(forms.z_BNH) / 6,
+            )
+        return found
 
     def _first(self, squares: Vectors, longest_B: Tensor) -> Vectors:
         least = least_square_sum(3 * self.count, PROBE_FAILURE / entries(squares)) ** 0.5
-        found = {
-            at: OUT / least * ((OUT * square + TINY).sqrt() + (3 * self.count) ** 0.5 * self._away(at, longest_B))
-            for at, square in squares.items()
-        }
-        return {at: torch.fmin(self.ellipsoids.lengths_of[at], of_leaf) for at, of_leaf in found.items()}
+        found = Vectors()
+        for at, square in squares.items():
+            of_leaf = OUT * norm_of_squares(square, 3 * self.count, self._away(at, longest_B), least)
+            found[at] = torch.fmin(self.ellipsoids.lengths_of[at], of_leaf)
+        return found
 
     def _of_products(self, order: int, sums: Sums) -> Vectors:
         """Return |K|_F / 2 or |T|_F / 6; torch's error in the sources, and that of the second push, are added."""
@@ -131,7 +137,7 @@ class Triples:
         for at, square in sums.squares.items():
             length = self.ellipsoids.lengths_of[at]
             off = self._away(at, source_B) + product(length, broadcast_batch(error_B, length.shape[1:]))
-            found[at] = nan_to_inf(OUT / least * ((OUT * square + TINY).sqrt() + self.count**0.5 * off))
+            found[at] = OUT * norm_of_squares(square, self.count, off, least)
             if at in sums.sources:
                 error_B = error_B + sums.errors[at] * OUT + 16 * U * sums.sources[at]
                 source_B = torch.hypot(source_B, sums.sources[at])

@@ -32,7 +32,7 @@ from certify.image.measured import COARSE
 from certify.taylor.bent import BentEllipsoids
 from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_leaves, units_at
-from certify.taylor.propagated import Propagated, free
+from certify.taylor.propagated import Propagated
 from zoo.arithmetic import OUT, U, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -44,10 +44,14 @@ APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only er
 
 @dataclass(frozen=True)
 class Curved:
-    """The second order of the margin of one rival: c' of units, the coefficients x of their cross terms, and seeds."""
+    """The second order of the margin of one rival.
+
+    It has the c' of units, the coefficients x of their cross terms, the forms C of leaves without units, and seeds.
+    """
 
     units: Mapping[int, Curvature]
     crosses: Vectors
+    others: Mapping[int, QuadraticForm]
     numbers: Tensor
 
     @staticmethod
@@ -59,8 +63,12 @@ class Curved:
             for of_one, (margins, _) in zip(units, rivals, strict=True)
         ]
         crosses = crossed(ellipsoids, units, torch.cat(off))
+        others = [
+            {at: signed_form(ellipsoids, at, g[at]) for at in margins.forms if at not in of_one}
+            for of_one, (margins, g) in zip(units, rivals, strict=True)
+        ]
         numbers = [number for margins, _ in rivals for number in margins.numbers]
-        return [Curved(*parts) for parts in zip(units, crosses, numbers, strict=True)]
+        return [Curved(*parts) for parts in zip(units, crosses, others, numbers, strict=True)]
 
     @property
     def squares(self) -> dict[int, Tensor]:
@@ -99,18 +107,17 @@ class Beside:
     most_B: Tensor
 
     @staticmethod
-    def of(ellipsoids: BentEllipsoids, margins: Margins, g: Vectors, curved: Curved) -> "Beside":
+    def of(ellipsoids: BentEllipsoids, margins: Margins, curved: Curved) -> "Beside":
         joint, numbers, within = ellipsoids.joint, [curved.numbers], margins.norm.square()
         units = {at: of_leaf.with_more() for at, of_leaf in curved.units.items()}
         apart, behind = ellipsoids.without_units(max(units)), max(units)
         to_units = ellipsoids.across(units, apart, "to units", numbers, within)
-        absolute = {at: form for at, form in margins.forms.items() if at not in units}
-        if not absolute:
+        if not curved.others:
             zero = torch.zeros_like(to_units)
             return Beside(to_units, apart, behind, zero, zero, None, joint.most_B)
-        signed, last = {at: signed_form(ellipsoids, at, g[at]) for at in absolute}, max(absolute)
-        to_others = ellipsoids.across(signed, joint.sources(last), "to others", numbers, within)
-        others = free(ellipsoids, absolute, "others", curved.numbers)
+        last = max(curved.others)
+        to_others = ellipsoids.across(curved.others, joint.sources(last), "to others", numbers, within)
+        others = free(ellipsoids, {at: margins.forms[at] for at in curved.others}, "others", curved.numbers)
         return Beside(to_units, apart, behind, to_others, others, last, joint.most_B)
 
     def at(self, e_B: Tensor, grown: Grown) -> Tensor:
@@ -124,6 +131,13 @@ class Beside:
             free_B = (whole_B - t_B.square()).clamp_min(0) + 8 * U * whole_B
             found = found + product(self.to_others, t_B * free_B.sqrt()) + 0.5 * product(self.others.square(), free_B)
         return nan_to_inf(found * OUT)
+
+
+def free(ellipsoids: BentEllipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
+    """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (1, B)."""
+    last = max(forms)
+    scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
+    return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +180,13 @@ class Terms:
 def terms_of(
     ellipsoids: BentEllipsoids,
     margins: Margins,
-    g: Vectors,
     g_0: Tensor,
     first: Tensor,
     curved: Curved,
     beside: Beside,
     behind: Propagated,
 ) -> Terms:
-    """Return the terms for margins with gradients g at the leaves and g_0 (1, B, *x) at the image.
+    """Return the terms for margins with gradients g_0 (1, B, *x) at the image.
 
     Some leaf has hidden units of a twice differentiable activation. `behind` is the bound for the coefficients
     `curved.squares`, or for larger ones.
@@ -181,7 +194,7 @@ def terms_of(
     joint, last, most = ellipsoids.joint, margins.last, behind.at(ellipsoids.joint.most_B, ellipsoids.most)
     b = F.pad(g_0.flatten(2) * joint.most_B[:, None], (0, joint.room(last) - g_0[0, 0].numel()))
     more = curved.more(behind, most)
-    forms = signed_forms(ellipsoids, margins, g, curved, more)
+    forms = signed_forms(curved, more)
     within = (margins.norm.square() + _norm_of(ellipsoids, more, curved.numbers)) * OUT
     z = joint.gram(forms)(b) * joint.part(IMAGE, last)
     length = torch.linalg.vector_norm(b, dim=-1)
@@ -216,15 +229,9 @@ def units_of(ellipsoids: BentEllipsoids, margins: Margins, g: Vectors) -> dict[i
     return found
 
 
-def signed_forms(
-    ellipsoids: BentEllipsoids, margins: Margins, g: Vectors, curved: Curved, more: Vectors
-) -> dict[int, QuadraticForm]:
+def signed_forms(curved: Curved, more: Vectors) -> dict[int, QuadraticForm]:
     """Return C of all leaves, with more on units."""
-    units = curved.units
-    return {
-        at: units[at].with_more(more.get(at)) if at in units else signed_form(ellipsoids, at, g[at])
-        for at in margins.forms
-    }
+    return {**curved.others, **{at: of_leaf.with_more(more.get(at)) for at, of_leaf in curved.units.items()}}
 
 
 def signed_form(ellipsoids: BentEllipsoids, at: int, g: Tensor) -> QuadraticForm:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -371,10 +371,9 @@ def test_a_single_rank_is_told_what_the_launcher_tells_it(
     assert set(theirs) - set(ours) <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "_MLFLOW_TELEMETRY_SESSION_ID"}
 
 
-@pytest.mark.parametrize(
-    ("way", "ranks"),
-    mostly_slow(product(("leave", "kill the worker", "kill as Ray does"), (1, 2))),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["leave", "kill the worker", "kill as Ray does"])
 def test_no_rank_outlives_its_trial(tmp_path: Path, way: str, ranks: int) -> None:
     """Ranks and loaders would sleep for ten minutes. Ray kills the children of a worker that ends."""
     script = tmp_path / "sleeper.py"

@@ -228,7 +228,7 @@ def join_heads(z: Tensor, w_HOD: Tensor) -> Tensor:
 
 
 def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansion:
-    """Expand the core, of which only its forms are known."""
+    """Expand the core, of which only its forms and its second order are known."""
     found, moduli = CoreForms(core), Moduli.of(core, v)
     forms = CoreLeafForms(found, moduli, inexact)
 

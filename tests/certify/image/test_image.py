@@ -66,7 +66,7 @@ def test_any_weights_are_sound(parts: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", mostly_slow(PARTS, "smooth"))
+@pytest.mark.parametrize("parts", PARTS)
 def test_what_is_off_between_nodes_is_part_of_the_ball(parts: str) -> None:
     """Nodes have ends that are off by a hundredth.
 

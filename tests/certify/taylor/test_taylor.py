@@ -15,7 +15,7 @@ from certify.taylor.forms import smooth_units
 from certify.taylor.propagated import propagated
 from certify.taylor.rivals import Rival
 from certify.taylor.taylor import Taylor, TaylorStage, has_units
-from certify.taylor.trust_region import signed_form, signed_forms
+from certify.taylor.trust_region import signed_forms
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, situation
@@ -148,7 +148,7 @@ def test_the_quadratic_part_is_that_of_dense_matrices() -> None:
     (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
     terms, g = rival.alone(), rival.g
     more = rival.curved.more(terms.propagated, terms.most)
-    forms = signed_forms(found, rival.margins, g.leaves, rival.curved, more)
+    forms = signed_forms(rival.curved, more)
     size, maps = analysis.images[0].numel(), dense(found.joint, rival.margins.last)
     s = sum((matrix(found, form, at, maps)[0, 0, :size, :size] for at, form in forms.items()), torch.zeros(()))
     values, vectors = torch.linalg.eigh(s)
@@ -166,14 +166,13 @@ def test_blocks_have_the_norms_of_dense_matrices(parts: str) -> None:
     """They are above the exact norms, and not far above where rounding is small beside them."""
     _, analysis = taylor_of(parts, count=1)
     stage = stage_of(analysis, 0.2)
-    found, g = stage.ellipsoids, stage.here.gradients(stage.here.rivals_BR[:, 0][None])
+    found = stage.ellipsoids
     (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
     beside, units, joint = rival.beside, rival.curved.units, found.joint
     maps = dense(joint, rival.margins.last)
-    others = {at: signed_form(found, at, g.leaves[at]) for at in rival.margins.forms if at not in units}
     for forms, norm, sources in (
         ({at: of_leaf.with_more() for at, of_leaf in units.items()}, beside.to_units, beside.apart),
-        (others, beside.to_others, joint.sources(max(others))),
+        (rival.curved.others, beside.to_others, joint.sources(max(rival.curved.others))),
     ):
         whole, size = sum((matrix(found, form, at, maps)[0, 0] for at, form in forms.items()), torch.zeros(())), 64
         kept = joint.only(sources, max(forms), norm).entries[0, 0].bool()
