@@ -46,6 +46,7 @@ class MeasuredMaps:
         self.joint, self.tape, self.most_B, self.draw = joint, joint.tape, joint.most_B, draw
         self.budget, self.failure = budget(self.tape), PROBE_FAILURE
         self.rounding = self._measured()
+        self.rounding = self._closer()
         self.lengths_of = self._probed()
         if first is not None:
             length = first.lengths(self.tape, self.most_B, joint.noise.weights)
@@ -66,6 +67,14 @@ class MeasuredMaps:
         measured = Rounding(self.joint, {at: norm_B / weight_B * OUT for at, weight_B in weights.items()})
         within_B = torch.stack([met[at] <= size_B for at, size_B in measured.sizes.items()]).all(0)
         return measured.only(within_B & (SIZES * measured.share(max(weights)) <= ALLOWED))
+
+    def _closer(self) -> Rounding:
+        """Measure the sizes of leaves with forms one by one: together, some come out far too large."""
+        if self.budget.large:
+            return self.rounding
+        formed = {at: self.norm_of(at) for at in self.tape.nonlinear if self.tape.leaves[at].forms is not None}
+        sizes = self.rounding.sizes
+        return Rounding(self.joint, sizes | {at: torch.fmin(size_B, sizes[at]) for at, size_B in formed.items()})
 
     def _probed(self) -> Sizes:
         """Bound the lengths |M_i^T a| of the functionals of all leaves by random vectors.

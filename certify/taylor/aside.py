@@ -2,9 +2,11 @@
 
 Let C >= 0 be diagonal in some units, and o what such leaves and errors add to the units. A leaf k with a Hessian adds
 its second order, which is at most |K|_F Theta / 2 unit by unit (bent.py), and R_3, of which only the length is known.
-Of all others only the length is known. So for lengths |R_3 / W|^2 <= theta'_k, and theta'_k = theta_k of the others,
+Of all others only the length is known. So for lengths |R_3 / W|^2 <= theta'_k, theta'_k = theta_k of the others, and
+M_0 the part of M that errors enter,
 
-    |C^(1/2) o|  <=  |C^(1/2) M| (theta_0 + sum_k theta'_k)^(1/2) + (sum_h C_h |K_h|_F^2 / 4)^(1/2) Theta.
+    |C^(1/2) o|  <=  |C^(1/2) M| (sum_k theta'_k)^(1/2) + |C^(1/2) M_0| theta_0^(1/2)
+                     + (sum_h C_h |K_h|_F^2 / 4)^(1/2) Theta.
 
 Proof: docs/proofs.md#bent.
 
@@ -28,29 +30,35 @@ from zoo.arithmetic import OUT, nan_to_inf, product
 class Aside:
     """The bound of |C^(1/2) o|, (1, B): what it is for sources of length 1, and for the second order at Theta = 1.
 
-    `leaves` are those without units, and `last` is the last leaf with a coefficient.
+    `free` is for all sources, and `errors` for errors alone; `leaves` are those without units, and `last` is the last
+    leaf with a coefficient.
     """
 
     free: Tensor
+    errors: Tensor
     half: Tensor
     leaves: tuple[int, ...]
     last: int
     bent: Bent
 
     def at(self, grown: Grown | Before) -> Tensor:
-        found = product(self.free, free_length2(self.leaves, grown, self.last).sqrt())
+        errors_B = grown.theta_0[self.last]
+        added_B = free_length2(self.leaves, grown, errors_B)
+        apart = product(self.free, added_B.sqrt()) + product(self.errors, errors_B.sqrt())
+        found = torch.fmin(apart, product(self.free, (added_B + errors_B).sqrt()))
         if self.last in self.bent.halves:
             found = found + product(self.half, self.bent.theta(self.last, grown))
         return nan_to_inf(found * OUT)
 
     def times(self, size: Tensor) -> "Aside":
         """Return the bound for size^2 C, with sizes (1, B)."""
-        return replace(self, free=product(size, self.free), half=product(size, self.half))
+        free, errors, half = (product(size, norm) for norm in (self.free, self.errors, self.half))
+        return replace(self, free=free, errors=errors, half=half)
 
 
-def free_length2(leaves: tuple[int, ...], grown: Grown | Before, at: int) -> Tensor:
-    """Return the square of the length of what these leaves add beyond their second order, with errors before `at`."""
-    return sum((grown.third.get(k, grown.theta[k]) for k in leaves), grown.theta_0[at])
+def free_length2(leaves: tuple[int, ...], grown: Grown | Before, like_B: Tensor) -> Tensor:
+    """Return the square of the length of what these leaves add beyond their second order: (B,)."""
+    return sum((grown.third.get(k, grown.theta[k]) for k in leaves), torch.zeros_like(like_B))
 
 
 def aside(ellipsoids: BentEllipsoids, c: Mapping[int, Tensor], word: str, numbers: Tensor) -> Aside:
@@ -58,8 +66,10 @@ def aside(ellipsoids: BentEllipsoids, c: Mapping[int, Tensor], word: str, number
     last, bent = max(c), ellipsoids.bent
     forms = {at: units_at(ellipsoids.tape, at).weighted(of_leaf) for at, of_leaf in c.items()}
     leaves = ellipsoids.without_units(last)
-    scale = ellipsoids.joint.only(leaves, last, forms[last].largest)
-    free, half2 = ellipsoids.seminorms(forms, word, [numbers], COARSE, scale), torch.zeros_like(scale.most)
+    whole, noise = (ellipsoids.joint.only(some, last, forms[last].largest) for some in (leaves, ()))
+    errors = ellipsoids.seminorms(forms, f"{word}, errors", [numbers], COARSE, noise)
+    free = ellipsoids.seminorms(forms, word, [numbers], COARSE, whole) if leaves else errors
+    half2 = torch.zeros_like(free)
     for at in c.keys() & bent.halves.keys():
         half2 = half2 + product(c[at], bent.halves[at].square()).flatten(2).sum(-1)
-    return Aside(free, (OUT * half2).sqrt(), leaves, last, bent)
+    return Aside(free, errors, (OUT * half2).sqrt(), leaves, last, bent)

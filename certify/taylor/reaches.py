@@ -94,7 +94,7 @@ class CloserEllipsoids(BentEllipsoids):
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""
         assert self._orders is not None
         length, t = self.lengths_of[at], broadcast_batch(known.e_B / self.most_B, self.lengths_of[at].shape[1:])
-        free_B = free_length2(tuple(known.theta), known, at)
+        free_B = free_length2(tuple(known.theta), known, known.e_B) + known.theta_0[at]
         rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
         if at in self.bent.halves:
             theta_B = self.bent.theta(at, known)

@@ -55,7 +55,7 @@ def test_a_push_is_that_of_a_slightly_other_u(parts: str, quieter: int, monkeypa
         weights = {at: weight_B / quieter for at, weight_B in joint.noise.weights.items()}
         joint = Joint(joint.tape, joint.images, joint.most_B, {}, Noise(weights, joint.noise.lengths))
         rounding = Rounding(joint, rounding.sizes)
-    assert 1e-5 < pushed_off(joint, rounding) <= 1
+    assert 1e-6 < pushed_off(joint, rounding) <= 1
     monkeypatch.setattr(Rounding, "_own", lambda self, at: torch.zeros_like(self.joint.most_B))
     assert quieter == 1 or pushed_off(joint, rounding) > 1
 
@@ -103,10 +103,11 @@ def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
             exact, off = joint.pull({last: v}, last), rounded_by(partial(pulled, joint, last), v)
             share = off.norm(dim=-1) / (exact.norm(dim=-1) * UNITS * ellipsoids.rounding.share(last) / 2)
             most = max(most, float(share.max()))
-    assert 1e-5 < most <= 1
+    assert 1e-7 < most <= 1
 
 
-@pytest.mark.parametrize("parts", mostly_slow(PARTS, "standard"))
+# In the others some vectors are 0, and float32 cannot hold the powers of 2 that curvature.py scales these by.
+@pytest.mark.parametrize("parts", mostly_slow([k for k in PARTS if k not in ("cls", "fc_norm")], "standard"))
 def test_products_are_off_by_what_norms_are_told(parts: str) -> None:
     """|fl(sum_i M_i^T C_i M_i u) - that| stays below the share of the norm.
 
@@ -140,7 +141,8 @@ def test_sizes_are_those_of_dense_maps(parts: str) -> None:
     for at, size_B in sizes.items():
         exact_B = torch.linalg.matrix_norm(maps[at], 2)
         assert (size_B >= exact_B).all()
-        assert (size_B <= 10 * len(maps) ** 0.5 * exact_B).all()
+        formed = at in joint.tape.nonlinear and joint.tape.leaves[at].forms is not None
+        assert (size_B <= (COARSE * 1.01 if formed else 10 * len(maps) ** 0.5) * exact_B).all()
     ones, last = {at: identity(joint.ones_B) for at in maps}, max(maps)
     norm_B = ellipsoids.seminorms(ones, "all", [joint.most_B[:, None]], COARSE)[0]
     whole = sum((m.mT @ m for m in (padded(maps[at], maps[last]) for at in maps)), torch.zeros(()).double())

@@ -1,6 +1,7 @@
 """The second order of attention's core in later leaves: against ascent on images, and against dense maps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from certify.image.joint import NOISE
+from certify.taylor.aside import aside
 from certify.taylor.bent import Bent
+from certify.taylor.forms import units_at
 from tests.tools.ascent import ascend
 from tests.tools.image_stages import dense
 from tests.tools.small_models import AVG, SMALL
@@ -108,6 +112,37 @@ def test_rows_have_the_norms_of_dense_maps() -> None:
         exact, bound = torch.linalg.matrix_norm(hessian.rows(columns).movedim(0, -1), 2), found.bent.rows[at]
         assert (exact * (1 - 1e-9) <= bound).all()
         assert (bound <= 1.6 * exact).all()
+
+
+def test_no_error_and_no_third_order_move_units_further_than_is_said() -> None:
+    """Sources along the top singular vectors of dense maps reach a good part of the bound, but never all of it."""
+    model, x, y = attentive(0, 4.0)
+    found = stage_of(analysed(model, x[:1], y[:1]), 0.1).ellipsoids
+    last = max(found.formed)
+    coefficients = {last: torch.rand_like(found.lengths_of[last])[None]}
+    bound, joint = aside(found, coefficients, "test", found.most_B[:, None]), found.joint
+    root = coefficients[last].flatten(2).mT[0].sqrt()
+    leaf, columns = found.tape.leaves[last], dense(joint, last)[last].permute(2, 0, 1)
+    moved = columns.unflatten(-1, leaf.pull(leaf.y[None])[0].shape[1:])
+    units = root * units_at(found.tape, last).units(moved)[:, 0].flatten(1).T
+    errors = units * joint.part(NOISE, last)
+    of_leaves = units * torch.stack([joint.part(k, last) for k in bound.leaves]).amax(0)
+    for of_errors, of_others in ((1e-8, 0.1), (1e-3, 0.1), (0.1, 0.1), (0.1, 1e-8)):
+        grown = replace(
+            found.most,
+            theta_0={last: of_errors * found.most_B},
+            third={},
+            theta={k: of_others / len(bound.leaves) * found.most_B for k in bound.leaves},
+        )
+        free = bound.at(grown) - bound.half * bound.bent.theta(last, grown)
+        sizes = (of_errors * found.most_B).sqrt(), (of_others * found.most_B).sqrt()
+        parts = [size * matrix for size, matrix in zip(sizes, (errors, of_leaves), strict=True)]
+        least = max(float(torch.linalg.matrix_norm(part, 2)) for part in parts)
+        most = sum(float(torch.linalg.matrix_norm(part, 2)) for part in parts)
+        together = torch.linalg.vector_norm(sum(part @ torch.linalg.svd(part)[2][0] for part in parts))
+        assert together <= free * MORE
+        assert least <= free * MORE
+        assert free <= 1.3 * most
 
 
 @pytest.mark.slow
