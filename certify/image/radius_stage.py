@@ -190,10 +190,13 @@ class RadiusStage:
     `first` holds the reaches of the first leaf's functionals, where they are known.
     """
 
+    second_orders = False  # whether the bounds know the second order of leaves with a Hessian
+
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
-        joint = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes).joint(here.off)
+        estimate = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes, self.second_orders)
+        joint = estimate.joint(here.off)
         self.ellipsoids = self.bounds(joint, first)
         room = self.ellipsoids.joint.room(here.tape.nonlinear[-1]) * len(here.images)
         self.at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))

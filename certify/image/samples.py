@@ -19,6 +19,7 @@ from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.tape import Tape
 
+SECOND = 1.2  # of the norm of the second order from few samples, and the third
 LENGTHS = (1e-100, 1e100)  # range of lengths
 
 
@@ -35,6 +36,7 @@ class Samples:
     draw: Draw
     sizes: Sizes
     budget: Budget
+    second: bool
 
     @cached_property
     def formed(self) -> dict[int, Forms]:
@@ -77,6 +79,10 @@ class Samples:
     def rest(self, at: int, v: Tensor, joint: Joint, weight: Tensor, total_B: Tensor) -> Tensor:
         """Estimate |r / weight| (B,) of a leaf's remainder r, for Theta before the leaf."""
         leaf, form = self.tape.leaves[at], identity(self.most_B)
+        if self.second and leaf.hessian is not None:
+            r_BMN = (leaf.hessian.bilinear(*v.chunk(2)) / weight).flatten(2).movedim(1, 0)
+            square_B = torch.linalg.eigvalsh((r_BMN @ r_BMN.mT).nan_to_num(0.0, 0.0, 0.0))[:, -1] / r_BMN.shape[1]
+            return SECOND * total_B * square_B.sqrt()
         if leaf.forms is not None:
             form = leaf.forms.of_rest(self.reach(at, v, total_B), 1 / weight)
         start = self.draw(torch.Size([joint.room(at)]), f"length {at}", self.most_B[:, None])

@@ -137,13 +137,15 @@ class WeightEstimate:
 
 
 def estimate_weights(
-    tape: Tape, images_BCHW: Tensor, most_B: Tensor, g: Vectors, draw: Draw, known: Known
+    tape: Tape, images_BCHW: Tensor, most_B: Tensor, g: Vectors, draw: Draw, known: Known, second: bool = False
 ) -> WeightEstimate:
     """Estimate the weights for some images and all eps up to `most_B`.
 
     g (1, B, *y) are the gradients of one margin of each image at the leaves.
     """
-    samples = Samples(tape=tape, images=images_BCHW, most_B=most_B, draw=draw, sizes=known(most_B), budget=budget(tape))
+    samples = Samples(
+        tape=tape, images=images_BCHW, most_B=most_B, draw=draw, sizes=known(most_B), budget=budget(tape), second=second
+    )
     margin = sensitivity(samples, g)
     rough = rough_weights(samples, margin)
     guess = {at: torch.full_like(most_B, GUESS) for at in rough}

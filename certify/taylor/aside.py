@@ -1,12 +1,12 @@
 """The effect of leaves without units, and of errors, on units behind them.
 
 Let C >= 0 be diagonal in some units, and o what such leaves and errors add to the units. A leaf k with a Hessian adds
-its second order, which is at most |K|_F Theta / 2 unit by unit (bent.py), and R_3, of which only the length is known.
+its second order, <u, K_h u> / 2 for unit h (bent.py), and R_3, of which only the length is known.
 Of all others only the length is known. So for lengths |R_3 / W|^2 <= theta'_k, theta'_k = theta_k of the others, and
 M_0 the part of M that errors enter,
 
     |C^(1/2) o|  <=  |C^(1/2) M| (sum_k theta'_k)^(1/2) + |C^(1/2) M_0| theta_0^(1/2)
-                     + (sum_h C_h |K_h|_F^2 / 4)^(1/2) Theta.
+                     + max { (sum_h C_h <u, K_h u>^2)^(1/2) / 2 : |u| = 1 } Theta.
 
 Proof: docs/proofs.md#bent.
 
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from certify.image.ellipsoid import Before, Grown
 from certify.image.measured import COARSE
-from certify.taylor.bent import Bent, BentEllipsoids
+from certify.taylor.bent import BentEllipsoids
 from certify.taylor.forms import units_at
+from certify.taylor.pairs import Bent
 from zoo.arithmetic import OUT, nan_to_inf, product
 
 
@@ -69,7 +70,5 @@ def aside(ellipsoids: BentEllipsoids, c: Mapping[int, Tensor], word: str, number
     whole, noise = (ellipsoids.joint.only(some, last, forms[last].largest) for some in (leaves, ()))
     errors = ellipsoids.seminorms(forms, f"{word}, errors", [numbers], COARSE, noise)
     free = ellipsoids.seminorms(forms, word, [numbers], COARSE, whole) if leaves else errors
-    half2 = torch.zeros_like(free)
-    for at in c.keys() & bent.halves.keys():
-        half2 = half2 + product(c[at], bent.halves[at].square()).flatten(2).sum(-1)
-    return Aside(free, errors, (OUT * half2).sqrt(), leaves, last, bent)
+    half = ellipsoids.bent_together(c, f"{word}, bent", numbers)
+    return Aside(free, errors, half, leaves, last, bent)

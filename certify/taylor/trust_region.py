@@ -5,9 +5,9 @@ The input of leaf l changes by A_l G + b_l. With its form C of either sign and i
 
     <H, C H>  <=  <A_l G, C A_l G> + 2 <A_l G, C b_l> + <b_l, |C| b_l>.
 
-For hidden units b = p + o, p of the remainders of earlier units and o of all others. cross.py bounds the sum of the
-products with p by forms x d^2 of those earlier units, and propagated.py the sum of the c' b^2. All other products are
-at most |G| / E times the length of what moves b, times the norm of a block of sum_l M_l^T C M_l. What is left is a
+Let b = p + o, p of the remainders of earlier units and o of all others. cross.py bounds the sum of the products with p
+by forms x d^2 of those earlier units, and propagated.py the sum of the c' b^2 of units. All other products are at
+most |G| / E times the length of what moves b, times the norm of a block of sum_l M_l^T C M_l. What is left is a
 trust region problem on the image: for the sum S of all (E A_l)^T C E A_l, b = -E g_0, t = e / E, and every m above
 lambda_max(S),
 
@@ -29,9 +29,11 @@ from torch import Tensor
 from certify.image.ellipsoid import Grown, Margins
 from certify.image.joint import IMAGE
 from certify.image.measured import COARSE
+from certify.taylor.aside import free_length2
 from certify.taylor.bent import BentEllipsoids
 from certify.taylor.cross import crossed
 from certify.taylor.forms import Curvature, smooth_leaves, units_at
+from certify.taylor.pairs import Bent
 from certify.taylor.propagated import Propagated
 from zoo.arithmetic import OUT, U, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
@@ -46,29 +48,32 @@ APART = (0.05, 0.5)  # tau of the forms x d^2, at the first units, which only er
 class Curved:
     """The second order of the margin of one rival.
 
-    It has the c' of units, the coefficients x of their cross terms, the forms C of leaves without units, and seeds.
+    It has the c' of units, the coefficients x of their cross terms, the bound of their products with second orders
+    (pairs.py), the forms C of leaves without units, and seeds.
     """
 
     units: Mapping[int, Curvature]
     crosses: Vectors
+    bent: Tensor
     others: Mapping[int, QuadraticForm]
     numbers: Tensor
 
     @staticmethod
     def of(ellipsoids: BentEllipsoids, rivals: Sequence[tuple[Margins, Vectors]]) -> list["Curved"]:
         """Return it for margins with their gradients at the leaves."""
-        units = [units_of(ellipsoids, margins, g) for margins, g in rivals]
-        off = [
-            _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in of_one.items()}, margins.norm.square())
-            for of_one, (margins, _) in zip(units, rivals, strict=True)
-        ]
-        crosses = crossed(ellipsoids, units, torch.cat(off))
+        units, within = zip(*((units_of(ellipsoids, *one), one[0].norm.square()) for one in rivals), strict=True)
         others = [
             {at: signed_form(ellipsoids, at, g[at]) for at in margins.forms if at not in of_one}
             for of_one, (margins, g) in zip(units, rivals, strict=True)
         ]
+        off = [
+            _rounded(ellipsoids, {at: of_leaf.absolute for at, of_leaf in of_one.items()} | of_others, most)
+            for of_one, of_others, most in zip(units, others, within, strict=True)
+        ]
+        crosses = crossed(ellipsoids, units, others, torch.cat(off))
+        bent = ellipsoids.bent_with_image(units, torch.cat(within)).split(1)
         numbers = [number for margins, _ in rivals for number in margins.numbers]
-        return [Curved(*parts) for parts in zip(units, crosses, others, numbers, strict=True)]
+        return [Curved(*parts) for parts in zip(units, crosses, bent, others, numbers, strict=True)]
 
     @property
     def squares(self) -> dict[int, Tensor]:
@@ -93,16 +98,22 @@ class Curved:
 class Beside:
     """The share of leaves without units, and of errors, in the loss of one rival, at the largest e: (1, B) each.
 
-    `to_units` and `to_others` are the norms of the blocks between the image and what moves units and other leaves,
-    that is, the leaves `apart` up to `behind`, and everything up to `last`; `others` is the norm of the forms of other
-    leaves for what is not the image.
+    `to_units` and `to_others` are the norms of the blocks between the image and what leaves `apart` and errors do to
+    units, up to the leaf `behind`, and leaves `apart_of_others` and errors to other leaves, up to `last`; `errors` is
+    that of errors alone and units.
+    `bent` is the product of the image with second orders, `of_bent` those of all units. `others` is the norm of the
+    forms of other leaves for what is not the image.
     """
 
     to_units: Tensor
+    errors: Tensor
+    bent: Tensor
+    of_bent: Bent
     apart: tuple[int, ...]
     behind: int
     to_others: Tensor
     others: Tensor
+    apart_of_others: tuple[int, ...]
     last: int | None
     most_B: Tensor
 
@@ -112,25 +123,38 @@ class Beside:
         units = {at: of_leaf.with_more() for at, of_leaf in curved.units.items()}
         apart, behind = ellipsoids.without_units(max(units)), max(units)
         to_units = ellipsoids.across(units, apart, "to units", numbers, within)
+        wanted = bool(curved.bent.isfinite().any())
+        errors = ellipsoids.across(units, (), "errors to units", numbers, within) if wanted else to_units
+        known = (to_units, errors, curved.bent, ellipsoids.bent, apart, behind)
         if not curved.others:
             zero = torch.zeros_like(to_units)
-            return Beside(to_units, apart, behind, zero, zero, None, joint.most_B)
+            return Beside(*known, zero, zero, (), None, joint.most_B)
         last = max(curved.others)
-        to_others = ellipsoids.across(curved.others, joint.sources(last), "to others", numbers, within)
+        apart_of_others = ellipsoids.without_units(last)
+        to_others = ellipsoids.across(curved.others, apart_of_others, "to others", numbers, within)
         others = free(ellipsoids, {at: margins.forms[at] for at in curved.others}, "others", curved.numbers)
-        return Beside(to_units, apart, behind, to_others, others, last, joint.most_B)
+        return Beside(*known, to_others, others, apart_of_others, last, joint.most_B)
 
     def at(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the loss (1, B)."""
         t_B = e_B / self.most_B
-        found = product(
-            self.to_units, t_B * sum((grown.theta[k] for k in self.apart), grown.theta_0[self.behind]).sqrt()
-        )
+        found = product(self._of_units(grown), t_B)
         if self.last is not None:
             whole_B = grown.before[self.last]
             free_B = (whole_B - t_B.square()).clamp_min(0) + 8 * U * whole_B
-            found = found + product(self.to_others, t_B * free_B.sqrt()) + 0.5 * product(self.others.square(), free_B)
+            apart_B = sum((grown.theta[k] for k in self.apart_of_others), grown.theta_0[self.last])
+            found = found + product(self.to_others, t_B * apart_B.sqrt()) + 0.5 * product(self.others.square(), free_B)
         return nan_to_inf(found * OUT)
+
+    def _of_units(self, grown: Grown) -> Tensor:
+        """Return the product of the image and of what moves units, at the largest e of the image."""
+        errors_B = grown.theta_0[self.behind]
+        together = product(self.to_units, sum((grown.theta[k] for k in self.apart), errors_B).sqrt())
+        third_B = free_length2(self.apart, grown, errors_B)
+        apart = product(self.to_units, third_B.sqrt()) + product(self.errors, errors_B.sqrt())
+        if self.behind in self.of_bent.halves:
+            apart = apart + product(self.bent, self.of_bent.theta(self.behind, grown))
+        return torch.fmin(together, nan_to_inf(apart))
 
 
 def free(ellipsoids: BentEllipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:

@@ -1,12 +1,16 @@
 """Analyses and radius stages of method `taylor` on small models."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from certify.api import certifier
 from certify.image.columns import Columns
-from certify.taylor.taylor import Taylor, TaylorAnalysis, TaylorStage
-from tests.tools.image_stages import off_by, situation
+from certify.image.radius_stage import RadiusStage
+from certify.taylor.taylor import Taylor, TaylorAnalysis, TaylorStage, has_units
+from tests.tools.ascent import ascend
+from tests.tools.image_stages import formed_losses, off_by, situation
 from tests.tools.small_models import labelled, small_model
 
 
@@ -28,3 +32,28 @@ def analysed(net: nn.Module, x: Tensor, y: Tensor) -> TaylorAnalysis:
     ((_, analysis),) = certifier(net, "taylor", "n", "l2", (x, y)).analyse(x, y).parts  # type: ignore[attr-defined]
     assert isinstance(analysis, TaylorAnalysis)
     return analysis
+
+
+def exact_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
+    """Return the losses by exact second orders of every rival; by forms for a model without them."""
+    if not isinstance(stage, TaylorStage) or not has_units(stage.here.tape):
+        return formed_losses(stage, e_B)
+    loss_BJ, asked = torch.full_like(stage.here.clean.margin_BJ, torch.inf), stage._asked(e_B)
+    for class_B in stage.here.rivals_BR.mT:
+        both = [
+            bound(class_B, torch.ones_like(class_B, dtype=torch.bool), partial(stage.together, asked=asked))
+            for bound in (stage._rivals.in_common, stage._rivals.alone)
+        ]
+        loss_BJ.scatter_(1, class_B[:, None], torch.stack(both).amin(0)[:, None])
+    return loss_BJ
+
+
+def fall(net: nn.Module, x: Tensor, y: Tensor, rival_B: Tensor, e_B: Tensor) -> Tensor:
+    """Return the largest fall of the margin over these rivals that ascent finds."""
+
+    def drop(z: Tensor) -> Tensor:
+        logits, many = net(z), len(z) // len(y)
+        own, other = y.repeat(many)[:, None], rival_B.repeat(many)[:, None]
+        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
+
+    return ascend(drop, x, e_B, 80, 8) - drop(x)

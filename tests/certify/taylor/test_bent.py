@@ -11,12 +11,13 @@ from torch import Tensor, nn
 import zoo
 from certify.image.joint import NOISE
 from certify.taylor.aside import aside
-from certify.taylor.bent import Bent
-from certify.taylor.forms import units_at
+from certify.taylor.forms import smooth_leaves, units_at
+from certify.taylor.pairs import Bent
+from certify.taylor.rivals import Rival
 from tests.tools.ascent import ascend
 from tests.tools.image_stages import dense
 from tests.tools.small_models import AVG, SMALL
-from tests.tools.taylor_stages import analysed, stage_of, taylor_of
+from tests.tools.taylor_stages import analysed, exact_losses, fall, stage_of, taylor_of
 from zoo.attention.parts import CoreLeafForms
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
@@ -92,6 +93,35 @@ def test_ascent_moves_no_unit_beyond_its_reach(case: tuple[int, float, float]) -
     assert not exceeded(*case)
 
 
+@pytest.mark.parametrize(
+    ("seed", "scale", "e"),
+    [
+        (0, 4.0, 0.3),
+        *(
+            pytest.param(k, s, e, marks=pytest.mark.slow)
+            for k in range(1, 13)
+            for s, e in ((1.0, 1.0), (4.0, 0.3), (10.0, 0.1), (20.0, 0.05))
+        ),
+    ],
+)
+def test_ascent_finds_no_image_that_loses_more(seed: int, scale: float, e: float) -> None:
+    assert not beaten(seed, scale, e)
+
+
+def beaten(seed: int, scale: float, e: float) -> bool:
+    """Check if an image loses more of a margin than the bound, where the second order of attention counts."""
+    model, x, y = attentive(seed, scale)
+    stage, more = stage_of(analysed(model, x, y), e), False
+    assert stage.ellipsoids._counts_B.all()
+    for share in (1.0, 0.5):
+        e_B = share * stage.most_B
+        loss_BJ = exact_losses(stage, e_B)
+        for rival_B in stage.here.rivals_BR.mT:
+            bound_B = loss_BJ.gather(1, rival_B[:, None])[:, 0]
+            more = more or bool((fall(model, x, y, rival_B, e_B) > bound_B * MORE).any())
+    return more
+
+
 def forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Bent, "theta", lambda self, at, grown: 0 * grown.before[self.leaves[0]])
     patch.setattr(CoreLeafForms, "shrink_third", lambda self, share: 0 * share)
@@ -146,27 +176,61 @@ def test_no_error_and_no_third_order_move_units_further_than_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_the_halves_are_those_of_dense_maps() -> None:
-    """They are never below the exact ones, and not far above: with L L^T = M M^T, |M^T T M|_F = |L^T T L|_F."""
+def test_second_orders_are_those_of_dense_maps() -> None:
+    """All bounds are never below the exact ones, and not far above.
+
+    With L L^T = M M^T, |M^T T M|_F = |L^T T L|_F, and so for all sums over pairs of vectors u.
+    """
     _, analysis = taylor_of("standard", count=1)
-    found = stage_of(analysis, 0.1).ellipsoids
+    stage = stage_of(analysis, 0.1)
+    found = stage.ellipsoids
     hessians, formed, total = found.hessians, found.formed, Vectors()
-    maps, room = dense(found.joint, max(hessians)), found.joint.room(max(hessians))
+    units = {at: forms for at, forms in smooth_leaves(found.tape).items() if at > min(hessians)}
+    c = {at: torch.rand_like(found.lengths_of[at])[None] for at in units}
+    (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
+    curved, joint, size = rival.curved.units, found.joint, analysis.images[0].numel()
+    last, grams = max(units), dict.fromkeys(("together", "image", "leaf"), torch.zeros(()).double())
+    maps, room = dense(joint, max(hessians)), joint.room(max(hessians))
     whole = torch.cat([nn.functional.pad(maps[at][0], (0, room - maps[at].shape[-1])) for at in hessians])
     values, vectors = torch.linalg.eigh(whole @ whole.mT)
     columns = (vectors * values.clamp_min(0).sqrt()).mT.split([len(maps[at][0]) for at in hessians], 1)
     entering = {at: found.tape.leaves[at].pull(found.tape.leaves[at].y[None])[0].shape[1:] for at in hessians}
     moved = {at: column.unflatten(1, entering[at])[:, None] for at, column in zip(hessians, columns, strict=True)}
-    for one in range(len(vectors)):
 
-        def bent(at: int, v: Tensor, one: int = one) -> Tensor | None:
+    def add(name: str, of_pairs: Tensor) -> None:
+        flat = of_pairs.flatten(1)
+        grams[name] = grams[name] + flat.mT @ flat
+
+    for one in range(len(vectors)):
+        d = Vectors()
+
+        def bent(at: int, v: Tensor, one: int = one, d: Vectors = d) -> Tensor | None:
             if at in formed and at > min(hessians):
                 total[at] = total.get(at, 0.0) + formed[at].squares(v)
-            return hessians[at].bilinear(moved[at], moved[at][one : one + 1]) if at in hessians else None
+            if at in units:
+                d[at] = units[at].units(v)
+            if at not in hessians:
+                return None
+            r = hessians[at].bilinear(moved[at], moved[at][one : one + 1])
+            if at == min(hessians):
+                add("leaf", r / joint.weights[at])
+            return r
 
         found.tape.push(torch.zeros(len(vectors), *analysis.images.shape, dtype=torch.float64), bent, max(formed))
+        add("together", torch.cat([(d[at] * c[at].sqrt()).flatten(1) for at in units], 1))
+        add("image", joint.pull({at: curved[at].pulled(d[at]) for at in units}, last)[..., :size])
     assert found.bent.halves.keys() == total.keys()
     for at, square in total.items():
         exact, bound = 0.5 * square.sqrt(), found.bent.halves[at]
         assert (bound >= exact * (1 - 1e-9)).all()
         assert (bound <= 4 * exact + 1e-6 * exact.max()).all()
+    pairs, within = found._pairs("test", found.most_B[:, None], 2), rival.margins.norm.square()
+    own = found._pairs("test", found.most_B[:, None], 2, min(hessians))
+    bounds = {
+        "together": pairs.together(units, c),
+        "image": pairs.with_image([curved], within)[0],
+        "leaf": own.of_leaf(),
+    }
+    for name, of_bound in bounds.items():
+        exact = 0.5 * torch.linalg.eigvalsh(grams[name])[-1].sqrt()
+        assert exact * (1 - 1e-9) <= of_bound[0] <= 4 * exact, name

@@ -12,12 +12,13 @@ from certify.taylor.cross import crossed
 from certify.taylor.forms import kappa, smooth_leaves
 from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.taylor import TaylorStage
-from certify.taylor.trust_region import units_of
+from certify.taylor.trust_region import signed_form, units_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import dense
 from tests.tools.taylor_stages import analysed, stage_of, taylor_of
 from zoo.bounds.activations import Smooth
+from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 
@@ -195,17 +196,20 @@ def close(bound: Tensor, exact: Tensor, times: float) -> None:
 
 @pytest.mark.parametrize("parts", mostly_slow(("standard", "stem", "smooth"), "stem"))
 def test_ascent_finds_no_larger_product_than_its_form(parts: str) -> None:
-    """Maximise the sum of c' (A G) (J r), less that of x d^2 / 2, over G, d and the signs of r."""
+    """Maximise the sum of <A G, C J r>, less that of x d^2 / 2, over G, d and the signs of r."""
     _, analysis = taylor_of(parts, count=1)
     stage = stage_of(analysis, 0.2)
     found, formed = ellipsoids_of(stage), stage._formed_of(stage.here.rivals_BR[:, :1].mT)
-    units = units_of(found, formed.margins, stage.here.gradients(formed.class_CB).leaves)
-    (x,), last = crossed(found, [units], torch.zeros_like(formed.first)), max(units)
+    g = stage.here.gradients(formed.class_CB).leaves
+    units = units_of(found, formed.margins, g)
+    others = {at: signed_form(found, at, g[at]) for at in formed.margins.forms if at not in units}
+    (x,), last = crossed(found, [units], [others], torch.zeros_like(formed.first)), max(units.keys() | others.keys())
+    signed = {at: of_leaf.with_more() for at, of_leaf in units.items()} | others
     maps, size = dense(found.joint, last), analysis.images[0].numel()
     for k, bound in x.items():
         reach = found.rests[k].reach
         assert reach is not None
-        y = sum((between(found, units[at].forms, units[at].c, at, maps, k) for at in units if at > k), torch.zeros(()))
+        y = sum((between(found, form, at, maps, k) for at, form in signed.items() if at > k), torch.zeros(()))
         weight = kappa(units[k].forms, reach).flatten()[:, None]
 
         def excess(g: Tensor, y: Tensor = y, weight: Tensor = weight, bound: Tensor = bound) -> Tensor:
@@ -218,10 +222,10 @@ def test_ascent_finds_no_larger_product_than_its_form(parts: str) -> None:
     assert x
 
 
-def between(found: CloserEllipsoids, forms: UnitForms, c: Tensor, at: int, maps: Vectors, k: int) -> Tensor:
-    """Return E Y of the units of leaf k, for the coefficients of leaf `at` alone."""
-    room, size = found.tape.leaves[at], found.joint.images[0].numel()
-    columns = maps[at][0].mT.unflatten(-1, room.pull(room.y[None])[0].shape[1:])[:, None]
-    d = forms.units(columns).flatten(1)
+def between(found: CloserEllipsoids, form: QuadraticForm, at: int, maps: Vectors, k: int) -> Tensor:
+    """Return E Y of the units of leaf k, for the form C of leaf `at` alone."""
+    leaf, size = found.tape.leaves[at], found.joint.images[0].numel()
+    columns = maps[at][0].mT.unflatten(-1, leaf.pull(leaf.y[None])[0].shape[1:])[:, None]
     part = found.joint.part(k, at).bool()
-    return (d[part] * c[0].flatten()) @ d[:size].mT / found.joint.weights[k].flatten()[:, None]
+    pulled = form.apply(columns[:size]).flatten(1)
+    return columns[part].flatten(1) @ pulled.mT / found.joint.weights[k].flatten()[:, None]

@@ -1,6 +1,5 @@
 """The Taylor certificate against ascent on small models, and its parts against dense matrices."""
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -14,13 +13,12 @@ from certify.shared.ball import NORMS
 from certify.taylor.forms import smooth_units
 from certify.taylor.propagated import propagated
 from certify.taylor.rivals import Rival
-from certify.taylor.taylor import Taylor, TaylorStage, has_units
+from certify.taylor.taylor import Taylor, TaylorStage
 from certify.taylor.trust_region import signed_forms
-from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, situation
 from tests.tools.small_models import PARTS, labelled, small_model
-from tests.tools.taylor_stages import analysed, stage_of, taylor_of
+from tests.tools.taylor_stages import analysed, exact_losses, fall, stage_of, taylor_of
 
 UNITS = ("standard", "smooth", "stem")  # parts with smooth hidden units
 
@@ -32,20 +30,6 @@ UNITS = ("standard", "smooth", "stem")  # parts with smooth hidden units
 def test_ascent_finds_no_image_that_loses_more(parts: str, norm: str, eps: float) -> None:
     certifier, analysis = taylor_of(parts, norm=norm)
     assert not beaten(certifier, analysis, stage_of(analysis, eps), (eps, 0.3 * eps), exact_losses)
-
-
-def exact_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
-    """Return the losses by exact second orders of every rival; by forms for a model without them."""
-    if not isinstance(stage, TaylorStage) or not has_units(stage.here.tape):
-        return formed_losses(stage, e_B)
-    loss_BJ, asked = torch.full_like(stage.here.clean.margin_BJ, torch.inf), stage._asked(e_B)
-    for class_B in stage.here.rivals_BR.mT:
-        both = [
-            bound(class_B, torch.ones_like(class_B, dtype=torch.bool), partial(stage.together, asked=asked))
-            for bound in (stage._rivals.in_common, stage._rivals.alone)
-        ]
-        loss_BJ.scatter_(1, class_B[:, None], torch.stack(both).amin(0)[:, None])
-    return loss_BJ
 
 
 def test_the_first_order_alone_would_be_beaten() -> None:
@@ -73,17 +57,6 @@ def network(seed: int, scale: float, width: int = 12, classes: int = 3) -> tuple
     x = torch.rand(2, 1, 3, 4, dtype=torch.float64)
     with torch.no_grad():
         return net, x, net(x).argmax(-1)
-
-
-def fall(net: nn.Module, x: Tensor, y: Tensor, rival_B: Tensor, e_B: Tensor) -> Tensor:
-    """Return the largest fall of the margin over these rivals that ascent finds."""
-
-    def drop(z: Tensor) -> Tensor:
-        logits, many = net(z), len(z) // len(y)
-        own, other = y.repeat(many)[:, None], rival_B.repeat(many)[:, None]
-        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
-
-    return ascend(drop, x, e_B, 80, 8) - drop(x)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.slow) for k in range(3, 120))])
