@@ -1,7 +1,8 @@
-"""What leaves with a Hessian make of pairs of Gaussian vectors u, u', and do with it to functionals of later leaves.
+"""Pairs of Gaussian vectors u, u', and the effect of their second order on functionals of later leaves.
 
-These are the <u, K u'> of bent.py, for vectors u of everything that moves the leaf, not of the image alone as in
-triples.py. Their sums of squares bound all |K|_F. Of many units with coefficients c_h >= 0,
+Leaves with a Hessian make D^2 f[M u, M u'] of a pair, which changes a functional by the <u, K u'> of bent.py. Here u is
+of everything that moves the leaf, not of the image alone as in triples.py. Sums of squares bound all |K|_F. For many
+units with coefficients c_h >= 0,
 
     sum_h c_h <u, K_h u>^2  <=  lambda |u|^4,
 
