@@ -19,7 +19,7 @@ from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.tape import Tape
 
-SECOND = 1.2  # of the norm of the second order from few samples, and the third
+SECOND = 2.4  # what is proved of a remainder relative to its second order in samples, approximately
 LENGTHS = (1e-100, 1e100)  # range of lengths
 
 
@@ -27,7 +27,8 @@ LENGTHS = (1e-100, 1e100)  # range of lengths
 class Samples:
     """Some images, the largest eps `most_B` around them, and the source of random vectors.
 
-    `sizes` bound the inputs of some leaves within that eps, from elsewhere.
+    `sizes` bound the inputs of some leaves within that eps, from elsewhere. `second` says whether the bounds know the
+    second order of leaves with a Hessian.
     """
 
     tape: Tape
@@ -80,9 +81,10 @@ class Samples:
         """Estimate |r / weight| (B,) of a leaf's remainder r, for Theta before the leaf."""
         leaf, form = self.tape.leaves[at], identity(self.most_B)
         if self.second and leaf.hessian is not None:
-            r_BMN = (leaf.hessian.bilinear(*v.chunk(2)) / weight).flatten(2).movedim(1, 0)
-            square_B = torch.linalg.eigvalsh((r_BMN @ r_BMN.mT).nan_to_num(0.0, 0.0, 0.0))[:, -1] / r_BMN.shape[1]
-            return SECOND * total_B * square_B.sqrt()
+            pairs = len(v) // 2
+            r_BMN = (leaf.hessian.bilinear(v[:pairs], v[pairs : 2 * pairs]) / weight).flatten(2).movedim(1, 0)
+            square_B = torch.linalg.eigvalsh((r_BMN @ r_BMN.mT).nan_to_num(0.0, 0.0, 0.0))[:, -1] / pairs
+            return SECOND * 0.5 * total_B * square_B.sqrt()
         if leaf.forms is not None:
             form = leaf.forms.of_rest(self.reach(at, v, total_B), 1 / weight)
         start = self.draw(torch.Size([joint.room(at)]), f"length {at}", self.most_B[:, None])

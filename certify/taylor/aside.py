@@ -1,9 +1,9 @@
 """The effect of leaves without units, and of errors, on units behind them.
 
 Let C >= 0 be diagonal in some units, and o what such leaves and errors add to the units. A leaf k with a Hessian adds
-its second order, <u, K_h u> / 2 for unit h (bent.py), and R_3, of which only the length is known.
-Of all others only the length is known. So for lengths |R_3 / W|^2 <= theta'_k, theta'_k = theta_k of the others, and
-M_0 the part of M that errors enter,
+its second order, <u, K_h u> / 2 for unit h (bent.py), and R_3, of which only the length is known. Of all others only
+the length is known. So for lengths |R_3 / W|^2 <= theta'_k, theta'_k = theta_k of the others, and M_0 the part of M
+that errors enter,
 
     |C^(1/2) o|  <=  |C^(1/2) M| (sum_k theta'_k)^(1/2) + |C^(1/2) M_0| theta_0^(1/2)
                      + max { (sum_h C_h <u, K_h u>^2)^(1/2) / 2 : |u| = 1 } Theta.

@@ -73,7 +73,8 @@ class BentEllipsoids(Ellipsoids):
 
         It takes pairs of its own, as c may depend on earlier ones; numbers (B, n) are their seeds.
         """
-        behind, square_B = {at: of_leaf for at, of_leaf in c.items() if at in self.bent.halves}, self._zero_B
+        behind = {at: of_leaf for at, of_leaf in c.items() if at in self.bent.halves}
+        square_B = torch.zeros_like(self.most_B)
         for at, of_leaf in behind.items():
             square_B = square_B + product(of_leaf[0], self.bent.halves[at].square()).flatten(1).sum(1)
         one_by_one_B = (OUT * square_B).sqrt()
@@ -91,10 +92,6 @@ class BentEllipsoids(Ellipsoids):
             return torch.full_like(within_CB, torch.inf)
         found_CB = self._pairs("bent with image", self.most_B[:, None], 4).with_image(rivals, within_CB)
         return torch.where(self._counts_B, found_CB, torch.inf)
-
-    @property
-    def _zero_B(self) -> Tensor:
-        return torch.zeros_like(self.most_B)
 
     def _pairs(self, word: str, numbers: Tensor, share: int, only: int | None = None) -> Pairs:
         """Return one pair for every `share` vectors that bound reaches."""

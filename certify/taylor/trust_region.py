@@ -100,9 +100,8 @@ class Beside:
 
     `to_units` and `to_others` are the norms of the blocks between the image and what leaves `apart` and errors do to
     units, up to the leaf `behind`, and leaves `apart_of_others` and errors to other leaves, up to `last`; `errors` is
-    that of errors alone and units.
-    `bent` is the product of the image with second orders, `of_bent` those of all units. `others` is the norm of the
-    forms of other leaves for what is not the image.
+    that of errors alone and units. `bent` is the product of the image with second orders, and `of_bent` those of all
+    units. `others` is the norm of the forms of other leaves for what is not the image.
     """
 
     to_units: Tensor
