@@ -190,8 +190,6 @@ class RadiusStage:
     `first` holds the reaches of the first leaf's functionals, where they are known.
     """
 
-    second_orders = False  # whether the bounds know the second order of leaves with a Hessian
-
     def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
         self.here, self.most_B = here, most_B
         g = here.gradients(here.rivals_BR[:, :1].mT)
@@ -202,6 +200,11 @@ class RadiusStage:
         self.at_once = min(AT_ONCE, at_once(room * lanczos.STARTS, lanczos.STEPS[-1]))
         self._groups = dict[int, Group]()
         self._formed = list[Formed]()
+
+    @property
+    def second_orders(self) -> bool:
+        """Whether the bounds know the second order of leaves with a Hessian."""
+        return False
 
     def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
         """Return the ellipsoids of these maps."""

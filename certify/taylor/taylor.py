@@ -35,7 +35,10 @@ class TaylorStage(RadiusStage):
     """A radius stage with exact second orders for the rivals that its other bounds leave open."""
 
     ellipsoids: CloserEllipsoids
-    second_orders = True
+
+    @property
+    def second_orders(self) -> bool:
+        return has_units(self.here.tape)
 
     def bounds(self, joint: Joint, first: Columns | None) -> CloserEllipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)

@@ -142,23 +142,23 @@ def test_blocks_have_the_norms_of_dense_matrices(parts: str) -> None:
     maps = dense(joint, rival.margins.last)
     for forms, norm, sources in (
         ({at: of_leaf.with_more() for at, of_leaf in units.items()}, beside.to_units, beside.apart),
-        (rival.curved.others, beside.to_others, joint.sources(max(rival.curved.others))),
+        (rival.curved.others, beside.to_others, beside.apart_of_others),
     ):
         whole, size = sum((matrix(found, form, at, maps)[0, 0] for at, form in forms.items()), torch.zeros(())), 64
         kept = joint.only(sources, max(forms), norm).entries[0, 0].bool()
         exact = torch.linalg.matrix_norm(whole[: len(kept), :size][kept], 2)
-        assert exact * (1 - 1e-9) <= norm[0, 0] <= 1.7 * exact
+        assert exact * (1 - 1e-9) <= norm[0, 0] <= 2.5 * exact
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", ["lofast"])
-def test_a_model_without_exact_second_order_has_the_image_certificate(parts: str) -> None:
-    _, taylor = taylor_of(parts)
-    _, image = analysis_of(parts)
+def test_a_model_without_smooth_units_has_at_least_the_image_certificate() -> None:
+    """Only what its attention may do is known better."""
+    _, taylor = taylor_of("lofast")
+    _, image = analysis_of("lofast")
     e_B = torch.full((3,), 0.05, dtype=torch.float64)
     here = situation(image)
     other = RadiusStage(here, e_B, Columns.of(here.tape, here.images))
-    assert torch.equal(formed_losses(stage_of(taylor, 0.05), e_B), formed_losses(other, e_B))
+    assert (formed_losses(stage_of(taylor, 0.05), e_B) <= formed_losses(other, e_B)).all()
 
 
 @pytest.mark.slow
