@@ -203,7 +203,7 @@ class RadiusStage:
 
     @property
     def second_orders(self) -> bool:
-        """Whether the bounds know the second order of leaves with a Hessian."""
+        """True where the bounds know the second order of leaves with a Hessian."""
         return False
 
     def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
