@@ -19,7 +19,7 @@ from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, QuadraticForm
 from zoo.bounds.tape import Tape
 
-SECOND = 2.4  # what is proved of a remainder relative to its second order in samples, approximately
+SECOND = 1.2  # what is proved of a remainder relative to the norm of D^2 f[H, H'] in samples, approximately
 LENGTHS = (1e-100, 1e100)  # range of lengths
 
 
@@ -84,7 +84,7 @@ class Samples:
             pairs = len(v) // 2
             r_BMN = (leaf.hessian.bilinear(v[:pairs], v[pairs : 2 * pairs]) / weight).flatten(2).movedim(1, 0)
             square_B = torch.linalg.eigvalsh((r_BMN @ r_BMN.mT).nan_to_num(0.0, 0.0, 0.0))[:, -1] / pairs
-            return SECOND * 0.5 * total_B * square_B.sqrt()
+            return SECOND * total_B * square_B.sqrt()
         if leaf.forms is not None:
             form = leaf.forms.of_rest(self.reach(at, v, total_B), 1 / weight)
         start = self.draw(torch.Size([joint.room(at)]), f"length {at}", self.most_B[:, None])

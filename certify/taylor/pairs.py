@@ -104,11 +104,9 @@ class Pairs:
         seen = self._push(lambda at, v: None, visit, max(c))
         self.ellipsoids.failure += PROBE_FAILURE
         pairs_BMH = torch.cat([torch.cat(of_leaf) for of_leaf in values.values()], -1).movedim(1, 0)
-        found_B = largest_eigenvalue(pairs_BMH @ pairs_BMH.mT)
         off2 = [of_leaf[0] * self._off(at, units[at], seen).square() for at, of_leaf in c.items()]
         off_B = torch.stack([of_leaf.flatten(1).sum(1) for of_leaf in off2]).sum(0).sqrt()
-        sure_B = least_product_sum(self.count, 2, PROBE_FAILURE) ** 0.5 - self._moved(max(c), seen)
-        return OUT * 0.5 * norm_of_squares(found_B, self.count, off_B, sure_B)
+        return self._half_norm(pairs_BMH, off_B, max(c), seen)
 
     def with_image(self, rivals: Sequence[Mapping[int, Curvature]], within_CB: Tensor) -> Tensor:
         """Bound E sigma / 2 for the c' of these rivals at the same leaves: (C, B).
@@ -133,11 +131,9 @@ class Pairs:
         seen = self._push(lambda at, v: None, visit, last)
         self.ellipsoids.failure += PROBE_FAILURE * len(rivals)
         pairs_CBMN = torch.stack([torch.cat(of_one).movedim(1, 0) for of_one in pulled])
-        found_CB = largest_eigenvalue(pairs_CBMN @ pairs_CBMN.mT)
         off2 = [torch.stack([self._off2(units[at], at, seen) for at in behind]).sum(0) for units in rivals]
         off_CB = off_CB + product(within_CB, torch.stack(off2)).sqrt()
-        sure_B = least_product_sum(self.count, 2, PROBE_FAILURE) ** 0.5 - self._moved(last, seen)
-        return OUT * 0.5 * norm_of_squares(found_CB, self.count, off_CB, sure_B)
+        return self._half_norm(pairs_CBMN, off_CB, last, seen)
 
     def _off_pull(self, units: Mapping[int, Curvature], d: Vectors, whole: Tensor) -> Tensor:
         """Bound the error of pulled vectors (M, B, n) for these changes of units: (B,)."""
@@ -167,9 +163,13 @@ class Pairs:
             joint.push(u, arrive, at)
         self.ellipsoids.failure += PROBE_FAILURE
         pairs_BMN = torch.cat(found).movedim(1, 0)
-        squares_B, off_B = largest_eigenvalue(pairs_BMN @ pairs_BMN.mT), self._own(at, seen)
+        return self._half_norm(pairs_BMN, self._own(at, seen), at, seen)
+
+    def _half_norm(self, pairs: Tensor, off: Tensor, at: int, seen: Seen) -> Tensor:
+        """Bound lambda^(1/2) / 2 from what all pairs make at a leaf, (..., B, M, n), off by at most `off` (..., B)."""
+        squares = largest_eigenvalue(pairs @ pairs.mT)
         sure_B = least_product_sum(self.count, 2, PROBE_FAILURE) ** 0.5 - self._moved(at, seen)
-        return OUT * 0.5 * norm_of_squares(squares_B, self.count, off_B, sure_B)
+        return OUT * 0.5 * norm_of_squares(squares, self.count, off, sure_B)
 
     def _push(self, arrive: Visit, visit: Visit, last: int) -> Seen:
         """Call `arrive` with all u at leaves with a Hessian, and `visit` with what these make of all pairs."""
