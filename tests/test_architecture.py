@@ -16,7 +16,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.folders import FILES, FOLDERS, ROOT, files_of, imported, libraries, parsed
 
 # room (a sub-folder, or a file that stands beside sub-folders) -> the rooms of its own folder that it may import
-_ORDERS = {"certify/shared", "certify/adjoint", "certify/image", "certify/taylor"}
+_ORDERS = {"certify/shared", "certify/adjoint", "certify/image", "certify/reaches", "certify/taylor"}
 _METHODS = _ORDERS | {"certify/methods"}
 _JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
 _BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trainers/model_parts.py"}
@@ -34,7 +34,8 @@ ROOMS: dict[str, set[str]] = {
     "certify/shared": set(),
     "certify/adjoint": {"certify/shared"},
     "certify/image": {"certify/shared", "certify/adjoint"},
-    "certify/taylor": {"certify/shared", "certify/adjoint", "certify/image"},
+    "certify/reaches": {"certify/shared", "certify/image"},
+    "certify/taylor": {"certify/shared", "certify/image", "certify/reaches"},
     "certify/graph": {"certify/shared"},
     "certify/linear/enclosures": set(),
     "certify/linear": {"certify/shared", "certify/graph", "certify/linear/enclosures"},

@@ -24,7 +24,7 @@ from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.tape import Tape, Vectors
 
-AT_ONCE = 8  # largest number of rivals bounded together
+AT_ONCE = 9  # largest number of rivals bounded together: all of ten classes
 BITS = 2**12  # leading bits of a number that enter a seed
 TRIES = 6  # steps of the search for the radius that a stage proves
 STRIDE = 1.25  # factor of a step while the search has no bracket

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from certify.image.measured import PROBE_FAILURE
+from certify.reaches.bent import BentEllipsoids
+from certify.reaches.forms import Curvature, smooth_leaves, units_at
+from certify.reaches.propagated import TOGETHER, kappa_at
 from certify.shared.quantiles import least_mean_length
-from certify.taylor.bent import BentEllipsoids
-from certify.taylor.forms import Curvature, smooth_leaves, units_at
-from certify.taylor.propagated import TOGETHER, kappa_at
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.tape import Vectors

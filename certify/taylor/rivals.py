@@ -20,9 +20,11 @@ from torch import Tensor
 
 from certify.image.ellipsoid import Margins
 from certify.image.radius_stage import Formed, Gradients, Situation
-from certify.taylor.bent import BentEllipsoids
-from certify.taylor.propagated import Propagated, propagated
-from certify.taylor.trust_region import Beside, Curved, Terms, terms_of
+from certify.reaches.propagated import Propagated, propagated
+from certify.reaches.reaches import CloserEllipsoids
+from certify.taylor.beside import Beside
+from certify.taylor.curved import Curved
+from certify.taylor.trust_region import Terms, terms_of
 from zoo.arithmetic import OUT, broadcast_batch
 from zoo.bounds.tape import Vectors
 
@@ -36,14 +38,14 @@ class Rival:
     """One rival of every image, with what its bounds are made of."""
 
     here: Situation
-    ellipsoids: BentEllipsoids
+    ellipsoids: CloserEllipsoids
     class_B: Tensor
     g: Gradients
     margins: Margins
     curved: Curved
 
     @staticmethod
-    def of(here: Situation, ellipsoids: BentEllipsoids, class_CB: Tensor) -> list["Rival"]:
+    def of(here: Situation, ellipsoids: CloserEllipsoids, class_CB: Tensor) -> list["Rival"]:
         """Return these rivals; together they take less time than one by one."""
         g = [here.gradients(class_B[None]) for class_B in class_CB]
         margins = ellipsoids.signed_margins([of_one.leaves for of_one in g], class_CB)
@@ -84,7 +86,7 @@ class Rivals:
     def __init__(
         self,
         here: Situation,
-        ellipsoids: BentEllipsoids,
+        ellipsoids: CloserEllipsoids,
         formed: Callable[[Tensor, Gradients, Margins, Callable[[], Terms]], Formed],
         at_once: int,
     ) -> None:

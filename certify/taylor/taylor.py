@@ -22,9 +22,9 @@ from certify.image.columns import Columns
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, RadiusStage
+from certify.reaches.forms import smooth_leaves
+from certify.reaches.reaches import CloserEllipsoids
 from certify.shared.certificate import Clean
-from certify.taylor.forms import smooth_leaves
-from certify.taylor.reaches import CloserEllipsoids
 from certify.taylor.rivals import Rivals
 from zoo.bounds.tape import Tape
 

@@ -2,9 +2,10 @@
 
     o_i = sum_j P~_ij v_j,     P~ = mix(P),     P_i = softmax_j( s (q_i . k_j - kappa |k_j|^2 / 2) + bias_ij )
 
-Scores are off by tau, so that P is within the factors exp(2 tau) (1 + gamma) of the exact one, entry by entry, and
+Scores that are off by tau change a row by |Cov_P(delta, v)| <= tau (P |v|^2)^(1/2), integrated, and keep entries of P
+within the factor exp(2 tau). All other errors are relative to these:
 
-    |o^ - o| <= |P~ (v^ - v)| + omega P~ |v^|,     omega = exp(2 tau) (1 + gamma_{3N+100} + ...) - 1.
+    |o^ - o| <= |P~ (v^ - v)| + tau exp(tau) (P |v^|^2)^(1/2) + omega P~ |v^|,   omega = exp(2 tau) (gamma_{3N+100} + ...)
 
 P~ has rows that sum to 1 and columns that sum to c: ||P~||^2 <= c, and c grows by exp(2 sigma) at most where scores
 move by sigma. Proof: docs/proofs.md#rounding.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import OUT
+from zoo.arithmetic import OUT, product
 from zoo.attention.qkv import PLAIN, Mixing, MixingError, split_of
 from zoo.attention.rows import Rows
 from zoo.attention.theory.core import QKVRadii, Score
@@ -57,11 +58,35 @@ def _merged(o_BWHNO: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class SquareSum:
+    """The sum of g^2 P_ij |v_j|^2 over all rows i, heads and windows, g the gain of a head's P in P~: (B,) each.
+
+    `steep` times the length of a change of all scores is never below what that adds. `root_most` bounds the root of the
+    sum for any P and the clean v. `norm` bounds P, and `gain` all |g|.
+    """
+
+    clean: Tensor
+    steep: Tensor
+    root_most: Tensor
+    norm: Tensor
+    gain: Tensor
+
+    @staticmethod
+    def of(p: Tensor, v: Tensor, gain_H: Tensor) -> "SquareSum":
+        length2, rows = (gain_H[:, None] * torch.linalg.vector_norm(v, dim=-1)).square(), v.shape[-2]
+        least, most = length2.aminmax(dim=-1)
+        clean = (p.sum(-2) * length2).flatten(1).sum(1)
+        steep, root_most = (rows / 8) ** 0.5 * size(most - least), (rows * most.flatten(1).sum(1)).sqrt()
+        return SquareSum(clean, steep, root_most, _norm(p), gain_H.abs().amax())
+
+
+@dataclass(frozen=True)
 class Core:
     """The core around one batch, with bounds in r and e.
 
     `moduli` is | P~ |v| |, `norm` bounds P~, `of_p` is | P |v| |. `off_moduli` and `off_norm` are the first two for the
-    constants of `own`; `long` has the lengths of the longest clean rows. All are (B,).
+    constants of `own`. `long` has the lengths of the longest clean rows, `all_q` and `all_k` the largest lengths of all
+    rows of a head. All are (B,).
     """
 
     score: Score
@@ -75,6 +100,9 @@ class Core:
     off_moduli: Tensor
     off_norm: Tensor
     long: QKVRadii
+    all_q: Tensor
+    all_k: Tensor
+    squares: SquareSum
 
     @staticmethod
     def of(score: Score, mixing: Mixing, own: MixingError, rows: Rows, precision: Precision) -> "Core":
@@ -86,7 +114,11 @@ class Core:
         mixed, p, off = (each.unflatten(0, (images, windows)) for each in matrices)
         long = QKVRadii(longest(q), longest(k), longest(v))
         moduli, of_p, off_moduli = (size(each @ v.abs()) for each in (mixed, p, off))
-        return Core(score, rows, own, precision, mixed @ v, moduli, _norm(mixed), of_p, off_moduli, _norm(off), long)
+        all_q, all_k = (longest(of_rows.flatten(-2)) for of_rows in (q, k))
+        gain_H = torch.as_tensor(mixing.gain_H, dtype=v.dtype, device=v.device).expand(v.shape[2])
+        squares = SquareSum.of(p, v, gain_H)
+        known = (moduli, _norm(mixed), of_p, off_moduli, _norm(off), long, all_q, all_k, squares)
+        return Core(score, rows, own, precision, mixed @ v, *known)
 
     def rounded(self) -> Rounded:
         return Rounded(self.o, self.radius, self.error)
@@ -96,6 +128,12 @@ class Core:
         r_q, r_k = self.rows.q.radius(r), self.rows.k.radius(r)
         distance = self.score.kappa * (self.long.k * r_k + r_k.square() / 2)
         return abs(self.score.s) * (self.long.q * r_k + self.long.k * r_q + r_q * r_k + distance)
+
+    def shift(self, r: Tensor) -> Tensor:
+        """Return how far all scores move together."""
+        r_q, r_k = self.rows.q.radius(r), self.rows.k.radius(r)
+        distance = self.score.kappa * math.sqrt(self.o.shape[-2]) * (self.long.k * r_k + r_k.square() / 2)
+        return abs(self.score.s) * (self.all_q * r_k + self.all_k * r_q + r_q * r_k + distance)
 
     def tau(self, r: Tensor, e: Tensor) -> Tensor:
         """Return how far a computed score is off; infinite beyond the range of float32."""
@@ -121,7 +159,7 @@ class Core:
         return torch.fmin(near, math.sqrt(v[0, ..., 0].numel()) * (2 * self.long.v + r_v))
 
     def error(self, r: Tensor, e: Tensor) -> Tensor:
-        """Bound |P~' (v^ - v')| + omega P~' |v^|, and two more sources of error.
+        """Bound |P~' (v^ - v')| + tau exp(tau) (P' |v^|^2)^(1/2) + omega P~' |v^|, and two more sources of error.
 
         `skew` covers errors relative to the differences in exponents, of which P makes no more than its entropy. The
         last term covers the errors of the mixing.
@@ -133,15 +171,24 @@ class Core:
         moduli = torch.fmin(turned * self.moduli + spread * (r_v + e_v), rows_B)
         apart = self.own.delta * torch.fmin(turned * self.of_p + math.sqrt(self.o.shape[-2]) * (r_v + e_v), rows_B)
         apart = apart + self.off_moduli + self.off_norm * (r_v + e_v)
-        own = omega * moduli + (1 + omega) * (skew * rows_B + apart)
+        own = self.turned(r, e) + omega * moduli + (1 + omega) * (skew * rows_B + apart)
         return in_range(size(v) + r_v + e_v, (spread * e_v + own) * OUT + TINY)
 
+    def turned(self, r: Tensor, e: Tensor) -> Tensor:
+        """Return what errors of scores do: tau exp(tau) (P' |v^|^2)^(1/2)."""
+        tau, known, most = self.tau(r, e), self.squares, math.sqrt(self.o.shape[-2])
+        off = known.gain * (self.rows.v.radius(r) + self.rows.v.error(r, e))
+        near = (known.clean + known.steep * self.shift(r)).sqrt() + self.spread(known.norm, r) * off
+        return product(tau * torch.exp(tau), torch.fmin(near, known.root_most + most * off))
+
     def omega(self, r: Tensor, e: Tensor) -> Tensor:
-        """Return the relative error of an entry of P, products with the values included."""
+        """Return the error of an entry of P and of its products with the values, beside that of the scores.
+
+        It is relative to the entry for exact scores.
+        """
         gamma, u, tokens = self.precision.gamma, self.precision.u, self.o.shape[-2]
-        twice = 2 * self.tau(r, e)
-        softmax = torch.expm1(twice) + torch.exp(twice) * (gamma(3 * tokens + 100) + 4 * u)
-        return softmax + (1 + softmax) * (gamma(tokens + 8) + self.own.roundings * u)
+        softmax, after = gamma(3 * tokens + 100) + 4 * u, gamma(tokens + 8) + self.own.roundings * u
+        return torch.exp(2 * self.tau(r, e)) * (softmax + (1 + softmax) * after)
 
 
 def _norm(p_BWHNN: Tensor) -> Tensor:

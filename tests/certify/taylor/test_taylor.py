@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from certify.api import radius_of
 from certify.image.columns import Columns
 from certify.image.radius_stage import RadiusStage
+from certify.reaches.forms import smooth_units
+from certify.reaches.propagated import propagated
 from certify.shared.ball import NORMS
-from certify.taylor.forms import smooth_units
-from certify.taylor.propagated import propagated
+from certify.taylor.curved import signed_forms
 from certify.taylor.rivals import Rival
 from certify.taylor.taylor import Taylor, TaylorStage
-from certify.taylor.trust_region import signed_forms
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, beaten, dense, formed_losses, matrix, situation
 from tests.tools.small_models import PARTS, labelled, small_model
@@ -138,11 +138,12 @@ def test_blocks_have_the_norms_of_dense_matrices(parts: str) -> None:
     stage = stage_of(analysis, 0.2)
     found = stage.ellipsoids
     (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
-    beside, units, joint = rival.beside, rival.curved.units, found.joint
+    to_units, at_others, joint = rival.beside.to_units, rival.beside.at_others, found.joint
+    assert at_others is not None
     maps = dense(joint, rival.margins.last)
     for forms, norm, sources in (
-        ({at: of_leaf.with_more() for at, of_leaf in units.items()}, beside.to_units, beside.apart),
-        (rival.curved.others, beside.to_others, beside.apart_of_others),
+        ({at: of_leaf.with_more() for at, of_leaf in rival.curved.units.items()}, to_units.whole, to_units.leaves),
+        (rival.curved.others, at_others.across, at_others.leaves),
     ):
         whole, size = sum((matrix(found, form, at, maps)[0, 0] for at, form in forms.items()), torch.zeros(())), 64
         kept = joint.only(sources, max(forms), norm).entries[0, 0].bool()

@@ -21,6 +21,7 @@ docs/proofs.md#second-reaches.
 Letters: B images.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,12 +32,13 @@ from certify.image.columns import Columns
 from certify.image.ellipsoid import Before, Known, Off, Rest
 from certify.image.joint import IMAGE, Joint
 from certify.image.measured import Draw
-from certify.taylor.aside import free_length2
-from certify.taylor.bent import BentEllipsoids
-from certify.taylor.forms import cubic_of, kappa, smooth_leaves
-from certify.taylor.propagated import Propagated, propagated
-from certify.taylor.triples import Orders, Triples
+from certify.reaches.aside import free_length2
+from certify.reaches.bent import BentEllipsoids
+from certify.reaches.forms import cubic_of, kappa, smooth_leaves
+from certify.reaches.propagated import Propagated, propagated
+from certify.reaches.triples import Orders, Through, Triples
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
+from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms, largest_share
 
 VECTORS = 256  # that bound what earlier units do to a leaf
@@ -88,7 +90,20 @@ class CloserEllipsoids(BentEllipsoids):
         """The first orders; None where no leaf follows units or a leaf with a Hessian, or the model is large."""
         if not self._units or max(self.formed, default=-1) <= min(self._units | self.hessians):
             return None
-        return Triples(self, self.formed, self._units, self.budget.probes // 2).orders()
+        return self._triples("triples", self.most_B[:, None]).orders(self.formed)
+
+    def through(self, forms: Mapping[int, QuadraticForm], within: Tensor, numbers: Tensor) -> Through:
+        """Bound what second and third orders of units do to the forms C of a rival.
+
+        `within` (1, B) is never below the norm of sum_l M_l^T C_l M_l, and numbers (B, n) are seeds. The bounds are
+        infinite where no unit comes before, and for a large model.
+        """
+        if self._orders is None or min(self._units) > max(forms):
+            return Through(*[torch.full_like(within, torch.inf)] * 2)
+        return self._triples("through", numbers).through(forms, within)
+
+    def _triples(self, word: str, numbers: Tensor) -> Triples:
+        return Triples(self, self._units, self.budget.probes // 2, word, numbers)
 
     def _beta(self, at: int, known: Before) -> Tensor:
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""

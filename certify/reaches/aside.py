@@ -21,9 +21,9 @@ from torch import Tensor
 
 from certify.image.ellipsoid import Before, Grown
 from certify.image.measured import COARSE
-from certify.taylor.bent import BentEllipsoids
-from certify.taylor.forms import units_at
-from certify.taylor.pairs import Bent
+from certify.reaches.bent import BentEllipsoids
+from certify.reaches.forms import units_at
+from certify.reaches.pairs import Bent
 from zoo.arithmetic import OUT, nan_to_inf, product
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import zoo
 from certify.image.joint import NOISE
-from certify.taylor.aside import aside
-from certify.taylor.forms import smooth_leaves, units_at
-from certify.taylor.pairs import Bent
+from certify.reaches.aside import aside
+from certify.reaches.forms import smooth_leaves, units_at
+from certify.reaches.pairs import Bent
 from certify.taylor.rivals import Rival
 from tests.tools.ascent import ascend
 from tests.tools.image_stages import dense
@@ -224,7 +224,7 @@ def test_second_orders_are_those_of_dense_maps() -> None:
     own = found._pairs("test", found.most_B[:, None], 2, min(hessians))
     bounds = {
         "together": pairs.together(units, c),
-        "image": pairs.with_image([curved], within)[0],
+        "image": pairs.with_image(curved, within)[0],
         "leaf": own.of_leaf(),
     }
     for name, of_bound in bounds.items():

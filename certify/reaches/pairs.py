@@ -13,10 +13,10 @@ is often ten times as large. Likewise the image and these leaves together change
 
 with the norm sigma of the map from all u u'^T to sum_h c'_h A_h <u, K_h u'>. Proof: docs/proofs.md#bent.
 
-Letters: B images, M pairs, C rivals.
+Letters: B images, M pairs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,10 +26,10 @@ from certify.image.budget import at_once
 from certify.image.ellipsoid import Before, Ellipsoids, Grown
 from certify.image.joint import Sizes
 from certify.image.measured import PROBE_FAILURE, norm_of_squares
+from certify.reaches.forms import Curvature
+from certify.reaches.triples import TOGETHER, away, entries, longest
 from certify.shared.block_power import largest_eigenvalue
 from certify.shared.quantiles import least_product_sum, least_square_sum
-from certify.taylor.forms import Curvature
-from certify.taylor.triples import TOGETHER, away, entries, longest
 from zoo.arithmetic import OUT, U, broadcast_batch, gamma, product
 from zoo.bounds.contracts import Forms, Hessian
 from zoo.bounds.elementwise import UnitForms
@@ -108,32 +108,29 @@ class Pairs:
         off_B = torch.stack([of_leaf.flatten(1).sum(1) for of_leaf in off2]).sum(0).sqrt()
         return self._half_norm(pairs_BMH, off_B, max(c), seen)
 
-    def with_image(self, rivals: Sequence[Mapping[int, Curvature]], within_CB: Tensor) -> Tensor:
-        """Bound E sigma / 2 for the c' of these rivals at the same leaves: (C, B).
+    def with_image(self, units: Mapping[int, Curvature], within: Tensor) -> Tensor:
+        """Bound E sigma / 2 for the c' of a rival: (1, B).
 
-        `within` is never below the norm of sum_l M_l^T |C_l| M_l.
+        `within` (1, B) is never below the norm of sum_l M_l^T |C_l| M_l.
         """
-        behind = [at for at in rivals[0] if at > min(self.hessians)]
-        joint, last, d = self.ellipsoids.joint, max(behind), Vectors()
-        pulled: list[list[Tensor]] = [[] for _ in rivals]
-        off_CB = torch.zeros_like(within_CB)
+        behind = {at: of_leaf for at, of_leaf in units.items() if at > min(self.hessians)}
+        joint, last, d, pulled = self.ellipsoids.joint, max(behind), Vectors(), list[Tensor]()
+        off_B = torch.zeros_like(within[0])
 
         def visit(at: int, v: Tensor) -> None:
+            nonlocal off_B
             if at in behind:
-                d[at] = rivals[0][at].forms.units(v)
-            if at != last:
-                return
-            for number, units in enumerate(rivals):
-                whole = joint.pull({k: units[k].pulled(d[k]) for k in behind}, last)
-                pulled[number].append(whole[..., : joint.images[0].numel()])
-                off_CB[number] = torch.maximum(off_CB[number], self._off_pull(units, d, whole))
+                d[at] = behind[at].forms.units(v)
+            if at == last:
+                whole = joint.pull({k: of_leaf.pulled(d[k]) for k, of_leaf in behind.items()}, last)
+                pulled.append(whole[..., : joint.images[0].numel()])
+                off_B = torch.maximum(off_B, self._off_pull(behind, d, whole))
 
         seen = self._push(lambda at, v: None, visit, last)
-        self.ellipsoids.failure += PROBE_FAILURE * len(rivals)
-        pairs_CBMN = torch.stack([torch.cat(of_one).movedim(1, 0) for of_one in pulled])
-        off2 = [torch.stack([self._off2(units[at], at, seen) for at in behind]).sum(0) for units in rivals]
-        off_CB = off_CB + product(within_CB, torch.stack(off2)).sqrt()
-        return self._half_norm(pairs_CBMN, off_CB, last, seen)
+        self.ellipsoids.failure += PROBE_FAILURE
+        off2_B = torch.stack([self._off2(of_leaf, at, seen) for at, of_leaf in behind.items()]).sum(0)
+        off = off_B + product(within, off2_B).sqrt()
+        return self._half_norm(torch.cat(pulled).movedim(1, 0), off, last, seen)
 
     def _off_pull(self, units: Mapping[int, Curvature], d: Vectors, whole: Tensor) -> Tensor:
         """Bound the error of pulled vectors (M, B, n) for these changes of units: (B,)."""

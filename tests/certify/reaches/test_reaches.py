@@ -1,18 +1,19 @@
 """Reaches of a linear part, higher orders and a rest: against ascent, and their parts against dense matrices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from certify.image.ellipsoid import Before
-from certify.taylor import triples
+from certify.reaches import triples
+from certify.reaches.forms import kappa, smooth_leaves
+from certify.reaches.reaches import CloserEllipsoids
 from certify.taylor.cross import crossed
-from certify.taylor.forms import kappa, smooth_leaves
-from certify.taylor.reaches import CloserEllipsoids
+from certify.taylor.curved import signed_form, units_of
+from certify.taylor.rivals import Rival
 from certify.taylor.taylor import TaylorStage
-from certify.taylor.trust_region import signed_form, units_of
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import dense
@@ -224,8 +225,55 @@ def test_ascent_finds_no_larger_product_than_its_form(parts: str) -> None:
 
 def between(found: CloserEllipsoids, form: QuadraticForm, at: int, maps: Vectors, k: int) -> Tensor:
     """Return E Y of the units of leaf k, for the form C of leaf `at` alone."""
-    leaf, size = found.tape.leaves[at], found.joint.images[0].numel()
-    columns = maps[at][0].mT.unflatten(-1, leaf.pull(leaf.y[None])[0].shape[1:])[:, None]
+    columns, size = columns_of(found, maps, at), found.joint.images[0].numel()
     part = found.joint.part(k, at).bool()
     pulled = form.apply(columns[:size]).flatten(1)
     return columns[part].flatten(1) @ pulled.mT / found.joint.weights[k].flatten()[:, None]
+
+
+@pytest.mark.parametrize("parts", mostly_slow(("standard", "stem", "smooth"), "stem"))
+def test_what_orders_of_units_do_to_forms_is_at_least_the_dense_norm(parts: str) -> None:
+    """It is close to the norm of all <K_a, K_a'> of the rows a of C^(1/2), and ascent on images stays below it."""
+    _, analysis = taylor_of(parts, count=1)
+    stage = stage_of(analysis, 0.2)
+    found, (rival,) = ellipsoids_of(stage), Rival.of(stage.here, stage.ellipsoids, stage.here.rivals_BR[:, :1].mT)
+    forms = {at: rival.margins.forms[at] for at in rival.curved.others}
+    bound = found.through(forms, rival.margins.norm.square(), rival.curved.numbers)
+    last, size = max(forms), analysis.images[0].numel()
+    maps, units = dense(found.joint, last), {k: one for k, one in smooth_leaves(found.tape).items() if k < last}
+    moved_UX = torch.cat([one.units(columns_of(found, maps, k)[:size]).flatten(1).mT for k, one in units.items()])
+    for order, most in ((2, bound.second), (3, bound.third)):
+        gram_UU = sum((through_units(found, forms, maps, units, at, order) for at in forms), torch.zeros(()))
+        root_UU = torch.linalg.cholesky(gram_UU + 1e-14 * gram_UU.trace() * torch.eye(len(gram_UU)))
+        inner_UU = root_UU.mT @ (moved_UX @ moved_UX.mT) ** order @ root_UU
+        exact = torch.linalg.eigvalsh(inner_UU)[-1].sqrt()
+        assert exact * (1 - 1e-6) <= most[0, 0] <= 4 * exact
+
+        def norm(g: Tensor, order: int = order, root_UU: Tensor = root_UU) -> Tensor:
+            return torch.linalg.vector_norm((g @ moved_UX.mT) ** order @ root_UU, dim=1)
+
+        assert ascend(norm, torch.zeros(1, size).double(), torch.ones(1).double(), 60, 8) <= MORE * most[0, 0]
+
+
+def columns_of(found: CloserEllipsoids, maps: Vectors, at: int) -> Tensor:
+    """Return the columns of M of a leaf, (n, 1, *x)."""
+    leaf = found.tape.leaves[at]
+    return maps[at][0].mT.unflatten(-1, leaf.pull(leaf.y[None])[0].shape[1:])[:, None]
+
+
+def through_units(
+    found: CloserEllipsoids,
+    forms: Mapping[int, QuadraticForm],
+    maps: Vectors,
+    units: Mapping[int, UnitForms],
+    at: int,
+    order: int,
+) -> Tensor:
+    """Return S J^T C J S of one leaf, S the coefficients of one order of all units, and J what these do to the leaf."""
+    columns, rows = columns_of(found, maps, at), []
+    for k in units:
+        share = derivative(found, k, order) / (2 if order == 2 else 6) / found.joint.weights[k]
+        reached = columns[found.joint.part(k, at).bool()].flatten(1) if k < at else columns.new_zeros(share.numel(), 1)
+        rows.append((reached * share.flatten()[:, None]).expand(-1, columns[0].numel()))
+    moved = torch.cat(rows)
+    return moved @ forms[at].apply(moved.unflatten(-1, columns.shape[2:])[:, None]).flatten(1).mT

@@ -10,7 +10,7 @@ Theta before the last of them. pairs.py measures all |K|_F. Proof: docs/proofs.m
 Letters: B images.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,8 +21,8 @@ from certify.image.columns import Columns
 from certify.image.ellipsoid import Before, Ellipsoids, Known, Off, Rest
 from certify.image.joint import Joint, Sizes
 from certify.image.measured import Draw
-from certify.taylor.forms import Curvature, smooth_units, units_at
-from certify.taylor.pairs import Bent, Pairs
+from certify.reaches.forms import Curvature, smooth_units, units_at
+from certify.reaches.pairs import Bent, Pairs
 from zoo.arithmetic import OUT, nan_to_inf, product
 from zoo.bounds.contracts import Forms, Hessian
 from zoo.bounds.tape import Vectors
@@ -83,15 +83,15 @@ class BentEllipsoids(Ellipsoids):
         together_B = self._pairs(word, numbers, 2).together({at: units_at(self.tape, at) for at in behind}, behind)
         return torch.where(self._counts_B, torch.fmin(together_B, one_by_one_B), one_by_one_B)[None]
 
-    def bent_with_image(self, rivals: Sequence[Mapping[int, Curvature]], within_CB: Tensor) -> Tensor:
-        """Bound sum_h c'_h <a_h, A_h G> <u, K_h u> / 2 for |G| = E, |u| = 1 and the c' of these rivals: (C, B).
+    def bent_with_image(self, units: Mapping[int, Curvature], within: Tensor, numbers: Tensor) -> Tensor:
+        """Bound sum_h c'_h <a_h, A_h G> <u, K_h u> / 2 for |G| = E, |u| = 1 and the c' of a rival: (1, B).
 
-        `within` is never below the norm of sum_l M_l^T |C_l| M_l. It is infinite where second orders hardly count.
+        `within` (1, B) is never below the norm of sum_l M_l^T |C_l| M_l, and numbers (B, n) are seeds. It is infinite
+        where second orders hardly count.
         """
-        if not self.bent.halves.keys() & rivals[0].keys() or not bool(self._counts_B.any()):
-            return torch.full_like(within_CB, torch.inf)
-        found_CB = self._pairs("bent with image", self.most_B[:, None], 4).with_image(rivals, within_CB)
-        return torch.where(self._counts_B, found_CB, torch.inf)
+        if not self.bent.halves.keys() & units.keys() or not bool(self._counts_B.any()):
+            return torch.full_like(within, torch.inf)
+        return torch.where(self._counts_B, self._pairs("with image", numbers, 2).with_image(units, within), torch.inf)
 
     def _pairs(self, word: str, numbers: Tensor, share: int, only: int | None = None) -> Pairs:
         """Return one pair for every `share` vectors that bound reaches."""

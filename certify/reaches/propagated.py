@@ -29,10 +29,10 @@ from torch import Tensor
 from certify.image.ellipsoid import Before, Grown
 from certify.image.joint import IMAGE, Sizes
 from certify.image.measured import COARSE, PROBE_FAILURE
+from certify.reaches.aside import Aside, aside
+from certify.reaches.bent import BentEllipsoids
+from certify.reaches.forms import kappa, units_at
 from certify.shared.quantiles import least_mean_length
-from certify.taylor.aside import Aside, aside
-from certify.taylor.bent import BentEllipsoids
-from certify.taylor.forms import kappa, units_at
 from zoo.arithmetic import OUT, broadcast_batch, gamma, nan_to_inf, product
 from zoo.bounds.tape import Vectors
 
