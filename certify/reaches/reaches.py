@@ -90,7 +90,7 @@ class CloserEllipsoids(BentEllipsoids):
         """The first orders; None where no leaf follows units or a leaf with a Hessian, or the model is large."""
         if not self._units or max(self.formed, default=-1) <= min(self._units | self.hessians):
             return None
-        return self._triples("triples", self.most_B[:, None]).orders(self.formed)
+        return Triples(self, self._units, self.budget.probes // 2, "triples", self.most_B[:, None]).orders(self.formed)
 
     def through(self, forms: Mapping[int, QuadraticForm], within: Tensor, numbers: Tensor) -> Through:
         """Bound what second and third orders of units do to the forms C of a rival.
@@ -100,10 +100,7 @@ class CloserEllipsoids(BentEllipsoids):
         """
         if self._orders is None or min(self._units) > max(forms):
             return Through(*[torch.full_like(within, torch.inf)] * 2)
-        return self._triples("through", numbers).through(forms, within)
-
-    def _triples(self, word: str, numbers: Tensor) -> Triples:
-        return Triples(self, self._units, self.budget.probes // 2, word, numbers)
+        return Triples(self, self._units, self.budget.probes, "through", numbers).through(forms, within)
 
     def _beta(self, at: int, known: Before) -> Tensor:
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""

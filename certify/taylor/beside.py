@@ -8,7 +8,7 @@ known (triples.py), so that only the rest is a free vector of its length. Proof:
 Letters: B images.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +66,13 @@ class AtOthers:
     """The share of leaves without units, up to the leaf `last`, at the largest e: (1, B) each.
 
     `across` is the norm of the block between the image and what `leaves` without units and errors add. `free` is the
-    largest (sum <b, |C| b>)^(1/2) for sources of length 1 that are not the image, and `through` that of the second and
-    third orders of units.
+    largest (sum <b, |C| b>)^(1/2) for sources of length 1 that are not the image, `errors` that of errors alone, and
+    `through` that of the second and third orders of units.
     """
 
     across: Tensor
     free: Tensor
+    errors: Tensor
     through: Through
     units: tuple[int, ...]
     leaves: tuple[int, ...]
@@ -85,19 +86,23 @@ class AtOthers:
         leaves, absolute = ellipsoids.without_units(last), {at: margins.forms[at] for at in curved.others}
         across = ellipsoids.across(curved.others, leaves, "to others", [curved.numbers], within)
         through = ellipsoids.through(absolute, within, curved.numbers)
-        units = tuple(k for k in ellipsoids.joint.sources(last) if k not in leaves)
-        return AtOthers(across, free(ellipsoids, absolute, "others", curved.numbers), through, units, leaves, last)
+        sources = ellipsoids.joint.sources(last)
+        at_others = free(ellipsoids, absolute, "others", curved.numbers, sources)
+        errors = free(ellipsoids, absolute, "errors at others", curved.numbers, ())
+        units = tuple(k for k in sources if k not in leaves)
+        return AtOthers(across, at_others, errors, through, units, leaves, last)
 
     def at(self, t_B: Tensor, grown: Grown) -> Tensor:
         """Return the loss for t = e / E."""
         whole_B, errors_B = grown.before[self.last], grown.theta_0[self.last]
-        apart_B = sum((grown.theta[k] for k in self.leaves), errors_B)
+        of_leaves_B = sum((grown.theta[k] for k in self.leaves), torch.zeros_like(errors_B))
         not_image_B = (whole_B - t_B.square()).clamp_min(0) + 8 * U * whole_B
-        beyond_B = free_length2(self.units, grown, apart_B) + apart_B
+        beyond_B = free_length2(self.units, grown, errors_B) + of_leaves_B
+        apart = product(self.free, beyond_B.sqrt()) + product(self.errors, errors_B.sqrt())
+        rest = torch.fmin(apart, product(self.free, (beyond_B + errors_B).sqrt()))
         orders = product(self.through.second, t_B.square()) + product(self.through.third, t_B**3)
-        square = nan_to_inf(orders + product(self.free, beyond_B.sqrt())).square()
-        square = torch.fmin(product(self.free.square(), not_image_B), square)
-        return product(self.across, t_B * apart_B.sqrt()) + 0.5 * square
+        square = torch.fmin(product(self.free.square(), not_image_B), nan_to_inf(orders + rest).square())
+        return product(self.across, t_B * (of_leaves_B + errors_B).sqrt()) + 0.5 * square
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,14 @@ class Beside:
         return nan_to_inf(found * OUT)
 
 
-def free(ellipsoids: CloserEllipsoids, forms: Mapping[int, QuadraticForm], word: str, numbers: Tensor) -> Tensor:
-    """Return the largest (sum <H, C H>)^(1/2) for sources of length 1 other than the image: (1, B)."""
+def free(
+    ellipsoids: CloserEllipsoids,
+    forms: Mapping[int, QuadraticForm],
+    word: str,
+    numbers: Tensor,
+    sources: Collection[int],
+) -> Tensor:
+    """Return the largest (sum <H, C H>)^(1/2) for these sources and errors, together of length 1: (1, B)."""
     last = max(forms)
-    scale = ellipsoids.joint.only(ellipsoids.joint.sources(last), last, forms[last].largest)
+    scale = ellipsoids.joint.only(sources, last, forms[last].largest)
     return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
