@@ -232,9 +232,12 @@ class Adjoint:
         """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
         clean = self.model.answers(images, labels)
-        few = self._few(images)
-        ball = Ball(self.norm, images[0].numel())
+        few, ball = self.together(images, clean), Ball(self.norm, images[0].numel())
         return analyse_correct(clean, ball, few, lambda index_I: self.closer(images[index_I], clean[index_I]))
+
+    def together(self, images_BCHW: Tensor, clean: Clean) -> int:
+        """Return how many images fit the memory."""
+        return self._few(images_BCHW)
 
     def _few(self, images_BCHW: Tensor) -> int:
         """Return how many images, or pairs of an image and a rival, fit the memory.

@@ -18,12 +18,14 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from certify.image.budget import at_once, budget
 from certify.image.columns import Columns
 from certify.image.image import Image, ImageAnalysis
 from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, RadiusStage
 from certify.reaches.forms import smooth_leaves
 from certify.reaches.reaches import CloserEllipsoids
+from certify.reaches.triples import ORDERS
 from certify.shared.certificate import Clean
 from certify.taylor.rivals import Rivals
 from zoo.bounds.tape import Tape
@@ -83,6 +85,13 @@ class TaylorAnalysis(ImageAnalysis):
 
 class Taylor(Image):
     """The certifier of one model, used like `Adjoint`. Raises NoRule for the same models."""
+
+    def together(self, images_BCHW: Tensor, clean: Clean) -> int:
+        """Return how many images fit the memory, each with what triples do to its forms (triples.py)."""
+        few, one = super().together(images_BCHW, clean), torch.arange(len(images_BCHW), device=images_BCHW.device)[:1]
+        tape = Tape(self.expand(images_BCHW[one], clean[one]).chain.expansions)
+        inputs = [leaf.pull(leaf.y[None])[0].numel() for leaf in tape.leaves.values() if leaf.hessian is not None]
+        return min(few, at_once(sum(inputs), len(ORDERS) * budget(tape).probes)) if inputs else few
 
     def closer(self, images_BCHW: Tensor, clean: Clean) -> TaylorAnalysis:
         return TaylorAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed)

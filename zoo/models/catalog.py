@@ -341,6 +341,7 @@ def _families() -> dict[str, Options]:
         "cert_gpsa_vit_c10": CERT_GPSA_C10,
         "cert_gpsa_vit_c10_gpu": CERT_GPSA_C10_GPU,
         "cert_gpsa_vit_imagenette": CERT_IMAGENETTE,
+        "cert_gpsa_vit_tin": CERT_GPSA_C10 | {"num_classes": 200},
         "cert_vit_mnist": CERT_MNIST,
         "cert_vit_c100": CERT_GPSA_C10 | {"num_classes": 100},
         "lofast_vit_c10": LOFAST_C10,
