@@ -28,7 +28,7 @@ class Samples:
     """Some images, the largest eps `most_B` around them, and the source of random vectors.
 
     `sizes` bound the inputs of some leaves within that eps, from elsewhere. `second` says whether the bounds know the
-    second order of leaves with a Hessian.
+    second order of units, and of leaves with a Hessian.
     """
 
     tape: Tape

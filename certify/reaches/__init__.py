@@ -1,1 +1,1 @@
-"""How far images move leaves: what the remainders of units and of attention, kept to second order, add to reaches."""
+"""Reaches and ellipsoids with the second order of hidden units and of attention, of which only the rest is bounded."""

@@ -53,7 +53,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Through:
-    """What the second and the third orders of units do to the forms of a rival, at the largest E: (1, B) each."""
+    """The effects of the second and third orders of units on the forms of a rival, at the largest E: (1, B) each."""
 
     second: Tensor
     third: Tensor
@@ -61,7 +61,7 @@ class Through:
 
 @dataclass
 class Made:
-    """What units make of triples: the largest length of sources over their weights, and of their errors, by leaf."""
+    """The largest lengths of all that units make of triples, over their weights, and of its errors, by leaf."""
 
     sources: Sizes = field(default_factory=Sizes)
     errors: Sizes = field(default_factory=Sizes)

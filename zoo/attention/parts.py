@@ -130,6 +130,10 @@ class CoreLeafForms:
         more, constant = self.inexact.along(g, found)
         return SignedForm(*(self._widened(one, self._form([more], 2.0), constant) for one in (form, absolute)))
 
+    @property
+    def pooled(self) -> int:
+        return self.core.core.q.ndim - 1
+
     def size(self, reach: Tensor) -> Tensor:
         return torch.ones_like(self.core.core.q)
 

@@ -5,7 +5,7 @@
 Scores that are off by tau change a row by |Cov_P(delta, v)| <= tau (P |v|^2)^(1/2), integrated, and keep entries of P
 within the factor exp(2 tau). All other errors are relative to these:
 
-    |o^ - o| <= |P~ (v^ - v)| + tau exp(tau) (P |v^|^2)^(1/2) + omega P~ |v^|,   omega = exp(2 tau) (gamma_{3N+100} + ...)
+    |o^ - o| <= |P~ (v^ - v)| + tau exp(tau) (P |v^|^2)^(1/2) + omega P~ |v^|,  omega = exp(2 tau) (gamma_{3N+100} + ..)
 
 P~ has rows that sum to 1 and columns that sum to c: ||P~||^2 <= c, and c grows by exp(2 sigma) at most where scores
 move by sigma. Proof: docs/proofs.md#rounding.

@@ -128,6 +128,11 @@ class Forms(Protocol):
         """
         ...
 
+    @property
+    def pooled(self) -> int:
+        """The number of last axes of r along which only the length is bounded: the largest weight there counts."""
+        ...
+
     def size(self, reach: Tensor) -> Tensor:
         """Return about |r|, entry by entry: an estimate, used only to choose weights."""
         ...

@@ -96,6 +96,10 @@ class UnitForms:
         absolute = self.weighted(c_CBNH.abs())
         return SignedForm(replace(absolute, apply=lambda v: self.units_T(c_CBNH * self.units(v))), absolute)
 
+    @property
+    def pooled(self) -> int:
+        return 0
+
     def size(self, reach: Tensor) -> Tensor:
         return self.activation.chord(self.z_BNH, reach) * reach
 

@@ -244,6 +244,10 @@ class NormForms:
             lambda v: self.inner(form.times(self.inner(v), plane)), largest_CB, constant_CB, self._terms * form.absolute
         )
 
+    @property
+    def pooled(self) -> int:
+        return 1
+
     def size(self, reach: Tensor) -> Tensor:
         reaches = TokenRange.of(reach)
         return (self._of_rest(reaches).sqrt() * reaches.size * self.u.shape[-1] ** -0.5).expand(self.u.shape)
