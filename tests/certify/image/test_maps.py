@@ -85,6 +85,20 @@ def test_known_lengths_are_not_exceeded(parts: str) -> None:
             assert (longest_B * radii[count] <= sizes[at] * (1 + 1e-9)).all()
 
 
+@pytest.mark.parametrize("parts", mostly_slow(SMOOTH, "standard"))
+def test_weights_differ_only_where_entries_have_bounds_of_their_own(parts: str) -> None:
+    """The largest 1 / W counts where only a length is bounded, and smaller ones beside it would gain nothing."""
+    _, analysis = analysis_of(parts, count=1)
+    stage, uneven = stage_of(analysis, 0.05), 0
+    for at, weight in stage.ellipsoids.joint.weights.items():
+        forms = stage.here.tape.leaves[at].forms
+        if forms is not None:
+            groups = weight.flatten(-forms.pooled) if forms.pooled else weight[..., None]
+            torch.testing.assert_close(groups.amax(-1), groups.amin(-1))
+            uneven += bool(weight.amax() > 1.1 * weight.amin())
+    assert uneven
+
+
 @pytest.mark.slow
 def test_forms_do_not_diverge_in_a_deep_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """For non-expansive layers the adjoint analysis limits the length of changes; maps alone do not."""
