@@ -6,7 +6,9 @@ the length is known. So for lengths |R_3 / W|^2 <= theta'_k, theta'_k = theta_k 
 that errors enter,
 
     |C^(1/2) o|  <=  |C^(1/2) M| (sum_k theta'_k)^(1/2) + |C^(1/2) M_0| theta_0^(1/2)
-                     + max { (sum_h C_h <u, K_h u>^2)^(1/2) / 2 : |u| = 1 } Theta.
+                     + max { (sum_h C_h <u, K_h u>^2)^(1/2) / 2 : |u| = 1 } Theta,
+
+and without the last term where theta'_k = theta_k for all of them.
 
 Proof: docs/proofs.md#bent.
 
@@ -44,12 +46,17 @@ class Aside:
 
     def at(self, grown: Grown | Before) -> Tensor:
         errors_B = grown.theta_0[self.last]
-        added_B = free_length2(self.leaves, grown, errors_B)
+        whole = self._free(sum((grown.theta[k] for k in self.leaves), torch.zeros_like(errors_B)), errors_B)
+        if self.last not in self.bent.halves:
+            return nan_to_inf(whole * OUT)
+        beyond = self._free(free_length2(self.leaves, grown, errors_B), errors_B)
+        apart = beyond + product(self.half, self.bent.theta(self.last, grown))
+        return nan_to_inf(torch.fmin(nan_to_inf(apart), whole) * OUT)
+
+    def _free(self, added_B: Tensor, errors_B: Tensor) -> Tensor:
+        """Bound the effect of free vectors, and errors, of these square lengths."""
         apart = product(self.free, added_B.sqrt()) + product(self.errors, errors_B.sqrt())
-        found = torch.fmin(apart, product(self.free, (added_B + errors_B).sqrt()))
-        if self.last in self.bent.halves:
-            found = found + product(self.half, self.bent.theta(self.last, grown))
-        return nan_to_inf(found * OUT)
+        return torch.fmin(apart, product(self.free, (added_B + errors_B).sqrt()))
 
     def times(self, size: Tensor) -> "Aside":
         """Return the bound for size^2 C, with sizes (1, B)."""
@@ -58,7 +65,11 @@ class Aside:
 
 
 def free_length2(leaves: tuple[int, ...], grown: Grown | Before, like_B: Tensor) -> Tensor:
-    """Return the square of the length of what these leaves add beyond their second order: (B,)."""
+    """Return the square of the length of what these leaves add beyond their known orders: (B,).
+
+    Not even where the whole remainder is shorter does it take this one's place: the orders of all leaves together may
+    cancel, so that they bound those of the others only together with this leaf's.
+    """
     return sum((grown.third.get(k, grown.theta[k]) for k in leaves), torch.zeros_like(like_B))
 
 

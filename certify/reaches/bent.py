@@ -122,7 +122,7 @@ class BentEllipsoids(Ellipsoids):
             of_reach_B = torch.where(now > 0, now / reach, 0.0).nan_to_num(1.0).flatten(1).amax(1)
             share_B = torch.maximum(of_reach_B, (known.total_B / third.total_B).sqrt()).clamp_max(1)
             third_B = nan_to_inf(product(third.norm_B.square(), known.total_B)) * OUT
-            known.third[at] = torch.fmin(theta_B, product(self.hessians[at].shrink_third(share_B), third_B))
+            known.third[at] = product(self.hessians[at].shrink_third(share_B), third_B)
             second_B = product(self._seconds_of_hessians[at], known.total_B)
             theta_B = torch.fmin(theta_B, nan_to_inf((second_B + known.third[at].sqrt()).square() * OUT))
         return theta_B

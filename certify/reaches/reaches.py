@@ -76,10 +76,9 @@ class CloserEllipsoids(BentEllipsoids):
         return rest
 
     def _theta(self, at: int, known: Before) -> Tensor:
-        theta_B = super()._theta(at, known)
         if at in self._thirds:
-            known.third[at] = torch.fmin(theta_B, self._third(at, known))
-        return theta_B
+            known.third[at] = self._third(at, known)
+        return super()._theta(at, known)
 
     @cached_property
     def _units(self) -> dict[int, UnitForms]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from certify.image.ellipsoid import Ellipsoids
 from certify.image.joint import NOISE
 from certify.reaches.aside import aside
 from certify.reaches.forms import smooth_leaves, units_at
@@ -230,3 +231,15 @@ def test_second_orders_are_those_of_dense_maps() -> None:
     for name, of_bound in bounds.items():
         exact = 0.5 * torch.linalg.eigvalsh(grams[name])[-1].sqrt()
         assert exact * (1 - 1e-9) <= of_bound[0] <= 4 * exact, name
+
+
+def test_a_short_remainder_does_not_take_the_place_of_what_its_orders_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known orders are those of all leaves together, so that none may be counted without its own."""
+    model, x, y = attentive(0, 1.0)
+    found = stage_of(analysed(model, x, y), 0.1).ellipsoids
+    before = found.at(found.most_B).third
+    assert len(before.keys() & found.hessians.keys()) > 1
+    assert before.keys() - found.hessians.keys()
+    monkeypatch.setattr(Ellipsoids, "_theta", lambda self, at, known: torch.full_like(self.most_B, 1e-30))
+    after = found.at(found.most_B).third
+    assert all((after[at] > 1e-6 * third).all() for at, third in before.items())
