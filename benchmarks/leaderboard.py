@@ -63,6 +63,13 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "training": "24 minutes of one core of an AMD EPYC beside another job",
         },
     ),
+    "cert_gpsa_vit_tin": (
+        ("cert_gpsa_vit_tin_tinyimagenet_best",),
+        {
+            "title": "A convolution, GELU and one block with gated positions at 32 pixels, trained for its certificate",
+            "training": "55 minutes of one core of an AMD EPYC beside other jobs",
+        },
+    ),
     "cert_vit_mnist": (
         ("cert_vit_mnist_mnist_best",),
         {
