@@ -161,7 +161,7 @@ def test_no_error_and_no_third_order_move_units_further_than_is_said() -> None:
             third={},
             theta={k: of_others / len(bound.leaves) * found.most_B for k in bound.leaves},
         )
-        free = bound.at(grown) - bound.half * bound.bent.theta(last, grown)
+        free = bound.at(grown)
         sizes = (of_errors * found.most_B).sqrt(), (of_others * found.most_B).sqrt()
         parts = [size * matrix for size, matrix in zip(sizes, (errors, of_leaves), strict=True)]
         least = max(float(torch.linalg.matrix_norm(part, 2)) for part in parts)
