@@ -29,7 +29,7 @@ from certify.image.rounding import ALLOWED, Rounding
 from certify.image.samples import LENGTHS, Samples
 from zoo.arithmetic import U, broadcast_batch
 from zoo.bounds.contracts import QuadraticForm
-from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.elementwise import smooth_units
 from zoo.bounds.tape import Tape, Vectors
 
 THETA = (0.002, 1.0)  # range of theta
@@ -241,7 +241,7 @@ def scaled(samples: Samples, weights: Mapping[int, Tensor], theta: Sizes, parts:
     found = dict(weights)
     for at in set(parts) - {IMAGE}:
         wanted_B = (parts[at] / parts[IMAGE]).nan_to_num(THETA[1]).clamp(*THETA)
-        share = FREER if samples.second and isinstance(samples.formed.get(at), UnitForms) else 1.0
+        share = FREER if samples.second and smooth_units(samples.formed.get(at)) is not None else 1.0
         scale_B = (theta[at] / (share * wanted_B)).sqrt()
         found[at] = (weights[at] * broadcast_batch(scale_B, weights[at].shape[1:])).clamp(*WEIGHTS)
     return found

@@ -15,30 +15,64 @@ Proof: docs/proofs.md#bent.
 Letters: B images.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Before, Grown
+from certify.image.ellipsoid import Before, Ellipsoids, Grown
 from certify.image.measured import COARSE
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import units_at
 from certify.reaches.pairs import Bent
 from zoo.arithmetic import OUT, nan_to_inf, product
+from zoo.bounds.contracts import QuadraticForm
+
+
+@dataclass(frozen=True)
+class Free:
+    """The largest (sum <H, C H>)^(1/2) for sources of length 1, and for errors alone: (1, B) each."""
+
+    whole: Tensor
+    errors: Tensor
+
+    @staticmethod
+    def of(
+        ellipsoids: Ellipsoids,
+        forms: Mapping[int, QuadraticForm],
+        sources: Collection[int],
+        words: tuple[str, str],
+        numbers: Tensor,
+    ) -> "Free":
+        """Return it for some leaves as sources, with errors always one of them. Seeds: words, and numbers (B, n)."""
+        last = max(forms)
+
+        def norm(some: Collection[int], word: str) -> Tensor:
+            scale = ellipsoids.joint.only(some, last, forms[last].largest)
+            return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)
+
+        errors = norm((), words[1])
+        return Free(norm(sources, words[0]) if sources else errors, errors)
+
+    def at(self, added_B: Tensor, errors_B: Tensor) -> Tensor:
+        """Bound the effect of sources and errors of these square lengths: (1, B)."""
+        apart = product(self.whole, added_B.sqrt()) + product(self.errors, errors_B.sqrt())
+        return torch.fmin(apart, product(self.whole, (added_B + errors_B).sqrt()))
+
+    def times(self, size: Tensor) -> "Free":
+        """Return it for size^2 C, with sizes (1, B)."""
+        return Free(product(size, self.whole), product(size, self.errors))
 
 
 @dataclass(frozen=True)
 class Aside:
-    """The bound of |C^(1/2) o|, (1, B): what it is for sources of length 1, and for the second order at Theta = 1.
+    """The bound of |C^(1/2) o|, (1, B): what it is for free sources, and for the second order at Theta = 1.
 
-    `free` is for all sources, and `errors` for errors alone; `leaves` are those without units, and `last` is the last
-    leaf with a coefficient.
+    `leaves` are those without units, and `last` is the last leaf with a coefficient.
     """
 
-    free: Tensor
-    errors: Tensor
+    free: Free
     half: Tensor
     leaves: tuple[int, ...]
     last: int
@@ -46,22 +80,16 @@ class Aside:
 
     def at(self, grown: Grown | Before) -> Tensor:
         errors_B = grown.theta_0[self.last]
-        whole = self._free(sum((grown.theta[k] for k in self.leaves), torch.zeros_like(errors_B)), errors_B)
+        whole = self.free.at(sum((grown.theta[k] for k in self.leaves), torch.zeros_like(errors_B)), errors_B)
         if self.last not in self.bent.halves:
             return nan_to_inf(whole * OUT)
-        beyond = self._free(free_length2(self.leaves, grown, errors_B), errors_B)
+        beyond = self.free.at(free_length2(self.leaves, grown, errors_B), errors_B)
         apart = beyond + product(self.half, self.bent.theta(self.last, grown))
         return nan_to_inf(torch.fmin(nan_to_inf(apart), whole) * OUT)
 
-    def _free(self, added_B: Tensor, errors_B: Tensor) -> Tensor:
-        """Bound the effect of free vectors, and errors, of these square lengths."""
-        apart = product(self.free, added_B.sqrt()) + product(self.errors, errors_B.sqrt())
-        return torch.fmin(apart, product(self.free, (added_B + errors_B).sqrt()))
-
     def times(self, size: Tensor) -> "Aside":
         """Return the bound for size^2 C, with sizes (1, B)."""
-        free, errors, half = (product(size, norm) for norm in (self.free, self.errors, self.half))
-        return replace(self, free=free, errors=errors, half=half)
+        return replace(self, free=self.free.times(size), half=product(size, self.half))
 
 
 def free_length2(leaves: tuple[int, ...], grown: Grown | Before, like_B: Tensor) -> Tensor:
@@ -78,8 +106,5 @@ def aside(ellipsoids: BentEllipsoids, c: Mapping[int, Tensor], word: str, number
     last, bent = max(c), ellipsoids.bent
     forms = {at: units_at(ellipsoids.tape, at).weighted(of_leaf) for at, of_leaf in c.items()}
     leaves = ellipsoids.without_units(last)
-    whole, noise = (ellipsoids.joint.only(some, last, forms[last].largest) for some in (leaves, ()))
-    errors = ellipsoids.seminorms(forms, f"{word}, errors", [numbers], COARSE, noise)
-    free = ellipsoids.seminorms(forms, word, [numbers], COARSE, whole) if leaves else errors
-    half = ellipsoids.bent_together(c, f"{word}, bent", numbers)
-    return Aside(free, errors, half, leaves, last, bent)
+    free = Free.of(ellipsoids, forms, leaves, (word, f"{word}, errors"), numbers)
+    return Aside(free, ellipsoids.bent_together(c, f"{word}, bent", numbers), leaves, last, bent)

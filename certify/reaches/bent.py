@@ -21,10 +21,11 @@ from certify.image.columns import Columns
 from certify.image.ellipsoid import Before, Ellipsoids, Known, Off, Rest
 from certify.image.joint import Joint, Sizes
 from certify.image.measured import Draw
-from certify.reaches.forms import Curvature, smooth_units, units_at
+from certify.reaches.forms import Curvature, units_at
 from certify.reaches.pairs import Bent, Pairs
 from zoo.arithmetic import OUT, nan_to_inf, product
 from zoo.bounds.contracts import Forms, Hessian
+from zoo.bounds.elementwise import smooth_units
 from zoo.bounds.tape import Vectors
 
 COUNTS = 0.01  # theta of a leaf with a Hessian from which on its second order is worth its time

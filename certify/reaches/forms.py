@@ -16,16 +16,10 @@ from torch import Tensor
 
 from zoo.arithmetic import U, at_least_near
 from zoo.bounds.activations import Smooth
-from zoo.bounds.contracts import Forms, QuadraticForm
-from zoo.bounds.elementwise import UnitForms
+from zoo.bounds.contracts import QuadraticForm
+from zoo.bounds.elementwise import UnitForms, smooth_units
 from zoo.bounds.tape import Tape
 from zoo.bounds.third_order import Cubic, cubic, second_range
-
-
-def smooth_units(forms: Forms | None) -> UnitForms | None:
-    """Return the forms if they are those of units with a second derivative."""
-    known = isinstance(forms, UnitForms) and isinstance(forms.activation, Smooth)
-    return forms if known and isinstance(forms, UnitForms) else None
 
 
 def smooth_leaves(tape: Tape) -> dict[int, UnitForms]:

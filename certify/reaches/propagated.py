@@ -89,7 +89,7 @@ def propagated(
     """
     joint, most_B = ellipsoids.joint, ellipsoids.joint.most_B
     rest = aside(ellipsoids, c, f"{word} others", numbers)
-    units, zero = [k for k in joint.sources(max(c)) if k not in rest.leaves], torch.zeros_like(rest.free)
+    units, zero = [k for k in joint.sources(max(c)) if k not in rest.leaves], torch.zeros_like(rest.half)
     if not units:
         return Propagated({}, zero, rest, most_B, zero, None)
     rho = _lengths(ellipsoids, c, units, f"{word} lengths", numbers, vectors)

@@ -66,6 +66,15 @@ class Made:
     sources: Sizes = field(default_factory=Sizes)
     errors: Sizes = field(default_factory=Sizes)
 
+    def before(self, at: int, like_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return these lengths for all leaves before one together, that of errors first: (B,) each."""
+        source_B, error_B = torch.zeros_like(like_B), torch.zeros_like(like_B)
+        for k, of_leaf in self.sources.items():
+            if k < at:
+                error_B = error_B + self.errors[k] * OUT + 16 * U * of_leaf
+                source_B = torch.hypot(source_B, of_leaf)
+        return error_B, source_B
+
 
 @dataclass(frozen=True)
 class Triples:
@@ -121,9 +130,7 @@ class Triples:
 
     def _norm(self, order: int, forms: Mapping[int, QuadraticForm], b: Vectors, made: Made, within: Tensor) -> Tensor:
         """Return the norm of one order, from what all triples make of the inputs of leaves: (1, B)."""
-        error_B, source_B = torch.zeros_like(self.ellipsoids.most_B), torch.zeros_like(self.ellipsoids.most_B)
-        for k, of_leaf in made.sources.items():
-            error_B, source_B = error_B + made.errors[k] * OUT + 16 * U * of_leaf, torch.hypot(source_B, of_leaf)
+        error_B, source_B = made.before(max(b), self.ellipsoids.most_B)
         moved_B = error_B + product(self.ellipsoids.rounding.share(max(b)), source_B)
         least = least_product_sum(self.count, order, PROBE_FAILURE) ** 0.5
         return OUT * norm_of_squares(self._largest(forms, b), self.count, product(within.sqrt(), OUT * moved_B), least)
@@ -200,15 +207,11 @@ class Triples:
     def _of_products(self, order: int, formed: Mapping[int, Forms], squares: Vectors, made: Made) -> Vectors:
         """Return |K|_F / 2 or |T|_F / 6; torch's error in the sources, and that of the second push, are added."""
         least = least_product_sum(self.count, order, PROBE_FAILURE / entries(squares)) ** 0.5
-        error_B, source_B = (torch.zeros_like(self.ellipsoids.most_B) for _ in range(2))
         found = Vectors()
         for at, square in squares.items():
-            length = self.ellipsoids.lengths_of[at]
+            length, (error_B, source_B) = self.ellipsoids.lengths_of[at], made.before(at, self.ellipsoids.most_B)
             off = self._away(at, formed[at], source_B) + product(length, broadcast_batch(error_B, length.shape[1:]))
             found[at] = OUT * norm_of_squares(square, self.count, off, least)
-            if at in made.sources:
-                error_B = error_B + made.errors[at] * OUT + 16 * U * made.sources[at]
-                source_B = torch.hypot(source_B, made.sources[at])
         return found
 
     def _away(self, at: int, forms: Forms, size_B: Tensor) -> Tensor:

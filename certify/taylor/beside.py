@@ -8,21 +8,18 @@ known (triples.py), so that only the rest is a free vector of its length. Proof:
 Letters: B images.
 """
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from certify.image.ellipsoid import Grown, Margins
-from certify.image.measured import COARSE
-from certify.reaches.aside import free_length2
+from certify.reaches.aside import Free, free_length2
 from certify.reaches.pairs import Bent
 from certify.reaches.reaches import CloserEllipsoids
 from certify.reaches.triples import Through
 from certify.taylor.curved import Curved
 from zoo.arithmetic import OUT, U, nan_to_inf, product
-from zoo.bounds.contracts import QuadraticForm
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,13 @@ class ToUnits:
 class AtOthers:
     """The share of leaves without units, up to the leaf `last`, at the largest e: (1, B) each.
 
-    `across` is the norm of the block between the image and what `leaves` without units and errors add. `free` is the
-    largest (sum <b, |C| b>)^(1/2) for sources of length 1 that are not the image, `errors` that of errors alone, and
-    `through` that of the second and third orders of units.
+    `across` is the norm of the block between the image and what `leaves` without units and errors add. `free` and
+    `through` are (sum <b, |C| b>)^(1/2) for sources that are not the image, and for the second and third orders of
+    units.
     """
 
     across: Tensor
-    free: Tensor
-    errors: Tensor
+    free: Free
     through: Through
     units: tuple[int, ...]
     leaves: tuple[int, ...]
@@ -87,10 +83,9 @@ class AtOthers:
         across = ellipsoids.across(curved.others, leaves, "to others", [curved.numbers], within)
         through = ellipsoids.through(absolute, within, curved.numbers)
         sources = ellipsoids.joint.sources(last)
-        at_others = free(ellipsoids, absolute, "others", curved.numbers, sources)
-        errors = free(ellipsoids, absolute, "errors at others", curved.numbers, ())
+        free = Free.of(ellipsoids, absolute, sources, ("others", "errors at others"), curved.numbers)
         units = tuple(k for k in sources if k not in leaves)
-        return AtOthers(across, at_others, errors, through, units, leaves, last)
+        return AtOthers(across, free, through, units, leaves, last)
 
     def at(self, t_B: Tensor, grown: Grown) -> Tensor:
         """Return the loss for t = e / E."""
@@ -98,10 +93,9 @@ class AtOthers:
         of_leaves_B = sum((grown.theta[k] for k in self.leaves), torch.zeros_like(errors_B))
         not_image_B = (whole_B - t_B.square()).clamp_min(0) + 8 * U * whole_B
         beyond_B = free_length2(self.units, grown, errors_B) + of_leaves_B
-        apart = product(self.free, beyond_B.sqrt()) + product(self.errors, errors_B.sqrt())
-        rest = torch.fmin(apart, product(self.free, (beyond_B + errors_B).sqrt()))
         orders = product(self.through.second, t_B.square()) + product(self.through.third, t_B**3)
-        square = torch.fmin(product(self.free.square(), not_image_B), nan_to_inf(orders + rest).square())
+        square = nan_to_inf(orders + self.free.at(beyond_B, errors_B)).square()
+        square = torch.fmin(product(self.free.whole.square(), not_image_B), square)
         return product(self.across, t_B * (of_leaves_B + errors_B).sqrt()) + 0.5 * square
 
 
@@ -125,16 +119,3 @@ class Beside:
         if self.at_others is not None:
             found = found + self.at_others.at(t_B, grown)
         return nan_to_inf(found * OUT)
-
-
-def free(
-    ellipsoids: CloserEllipsoids,
-    forms: Mapping[int, QuadraticForm],
-    word: str,
-    numbers: Tensor,
-    sources: Collection[int],
-) -> Tensor:
-    """Return the largest (sum <H, C H>)^(1/2) for these sources and errors, together of length 1: (1, B)."""
-    last = max(forms)
-    scale = ellipsoids.joint.only(sources, last, forms[last].largest)
-    return ellipsoids.seminorms(forms, word, [numbers], COARSE, scale)

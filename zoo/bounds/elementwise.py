@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import FAR, U, at_least_near, gamma, length, product
-from zoo.bounds.activations import activation_of, lipschitz, slope_range
+from zoo.bounds.activations import Smooth, activation_of, lipschitz, slope_range
 from zoo.bounds.contracts import (
     Activation,
     Bound,
     Expand,
     Expansion,
+    Forms,
     LambdaMax,
     Layer,
     Precision,
@@ -122,6 +123,12 @@ class UnitForms:
             largest_P.view(c_CBNH.shape[:2]),
             rounding=gamma(self.terms + 8) * self.absolute**2 * c_CBNH.amax((-2, -1)),
         )
+
+
+def smooth_units(forms: Forms | None) -> UnitForms | None:
+    """Return the forms if they are those of units with a second derivative."""
+    known = isinstance(forms, UnitForms) and isinstance(forms.activation, Smooth)
+    return forms if known and isinstance(forms, UnitForms) else None
 
 
 def largest_share(less: Tensor, more: Tensor) -> Tensor:
