@@ -82,12 +82,17 @@ def composed(parts: Sequence[Rounding]) -> Rounding:
             inner.append(part(y))
             y = inner[-1].y
 
-        def through(r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        def radius(r: Tensor) -> Tensor:
+            for one in inner:
+                r = one.radius(r)
+            return r
+
+        def error(r: Tensor, e: Tensor) -> Tensor:
             for one in inner:
                 r, e = one.radius(r), one.error(r, e)
-            return r, e
+            return e
 
-        return Rounded(y, lambda r: through(r, torch.zeros_like(r))[0], lambda r, e: through(r, e)[1])
+        return Rounded(y, radius, error)
 
     return around
 
@@ -110,9 +115,9 @@ def residual_rounding(branch: Sequence[Rounding], precision: Precision) -> Round
             return r + inner.radius(r)
 
         def error(r: Tensor, e: Tensor) -> Tensor:
-            both = e + inner.error(r, e)
-            own = precision.u * (y_B + radius(r) + both)
-            return in_range(moduli_B + radius(r) + both, (both + own) * OUT)
+            both, moved = e + inner.error(r, e), radius(r)
+            own = precision.u * (y_B + moved + both)
+            return in_range(moduli_B + moved + both, (both + own) * OUT)
 
         return Rounded(y, radius, error)
 
