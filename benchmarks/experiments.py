@@ -241,7 +241,7 @@ TABLES = {
     "lofast_text": Table(
         source="LoFAST, appendix D, Figure 5: transformers on SST-2, standard training, L2 balls of word embeddings",
         differs="the paper states no training and draws curves only; embeddings lie in [0,1]; AdamW without weight "
-        "decay, 2 epochs of batch 256; PGD and the adjoint certificate are ours",
+        "decay, 4 epochs of batch 256; PGD and the adjoint certificate are ours",
         columns=sentences.COLUMNS,
         rows=tuple(
             Row(f"lofast_text_l{layers}_h{heads}", sentences.method(layers, heads, cap), (), sentences.options(cap))

@@ -26,7 +26,7 @@ from certizoo.shards import require_fit
 from certizoo.shards.config import TEXT
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
-from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
+from trainers.objectives import LIPSCHITZ, OBJECTIVES, OF_TEXT, SECOND_ORDER, SOFT_LABELS
 from trainers.settings import ConstrainConfig, require
 from zoo.attention.dot_product import DotProductAttention
 from zoo.models import overview
@@ -250,11 +250,11 @@ def the_model_takes_the_data(r: Combination) -> None:
     require_fit(r.job.data, r.job.model)
 
 
-def text_has_objectives_of_logits(r: Combination) -> None:
+def text_has_its_objectives(r: Combination) -> None:
     text, job = r.job.data.kind == TEXT, r.job
     require(
-        not text or r.objective in ("clean", "pgd_at"),
-        f"objective={r.objective} is not for text; use objective=clean or pgd_at",
+        not text or r.objective in OF_TEXT,
+        f"objective={r.objective} is not for text; choose one of {', '.join(sorted(OF_TEXT))}",
     )
     require(not text or r.stage < 3, "words are embedded outside their layer; use deepspeed=zero2 for text")
     require(
@@ -374,7 +374,7 @@ RULES: tuple[Rule, ...] = (
     a_recomputed_block_has_one_derivative,
     a_recomputed_block_draws_no_mask,
     the_model_can_be_built,
-    text_has_objectives_of_logits,
+    text_has_its_objectives,
     lipschitz_objectives_suit_the_model,
     recomputing_finds_blocks,
     masks_find_attention_and_patches,

@@ -29,5 +29,6 @@ OBJECTIVES: dict[str, Objective] = {
 SOFT_LABELS = ("clean", "pgd_at", "trades")  # labels may be probabilities
 LIPSCHITZ = ("gloro", "lmt", "local_lip")  # the model must have a Lipschitz constant to train for
 SECOND_ORDER = ("curvature", "emma", "lmce")  # the loss contains an input gradient, taken inside the forward pass
+OF_TEXT = ("clean", "logit_annealing", "pgd_at", *SECOND_ORDER)  # one pass over each sentence, so padding stays apart
 
-__all__ = ["LIPSCHITZ", "OBJECTIVES", "SECOND_ORDER", "SOFT_LABELS", "Objective", "Probe", "Terms"]
+__all__ = ["LIPSCHITZ", "OBJECTIVES", "OF_TEXT", "SECOND_ORDER", "SOFT_LABELS", "Objective", "Probe", "Terms"]

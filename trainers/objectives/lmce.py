@@ -45,9 +45,9 @@ def margin_gradients(
     """Return logits_BK and grad_x (z_y - z_j) (B, C, H, W), both differentiable, and j = choose(logits, labels).
 
     The gradient is taken inside the one forward pass that the engine sees. The fused attention kernels have no second
-    derivative, so the plain form is used.
+    derivative, so the plain form is used. Embedded words bring their own graph, through which they learn.
     """
-    x_BCHW = images_BCHW.detach().requires_grad_()
+    x_BCHW = images_BCHW if images_BCHW.requires_grad else images_BCHW.detach().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
         logits_BK: Tensor = model(x_BCHW)
         rivals_B = choose(logits_BK.detach(), labels_B)

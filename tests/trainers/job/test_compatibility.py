@@ -127,8 +127,8 @@ CASES: dict[str, list[Case]] = {
         ("adv_train", [*TINY, "model.patch_size=16"], "img_size 8 is not a multiple of patch_size 16"),
         ("adv_train", [*TINY, "model.num_heads=3"], "width 32 is not a multiple of num_heads 3"),
     ],
-    "text_has_objectives_of_logits": [
-        ("adv_train", [*TEXT, "objective=trades"], "use objective=clean or pgd_at"),
+    "text_has_its_objectives": [
+        ("adv_train", [*TEXT, "objective=trades"], "objective=trades is not for text"),
         ("adv_train", [*TEXT, "deepspeed=zero3"], "use deepspeed=zero2 for text"),
         ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0 or false for text"),
     ],
