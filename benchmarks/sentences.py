@@ -21,7 +21,8 @@ from certizoo.shards import DataConfig, eval_loader, find
 from zoo.models.sentences import by_length
 
 EPS = ("0.1", "0.25", "0.5", "1")
-COLUMNS = ("clean (all)", "clean", *(f"{word} {eps}" for word in ("LoFAST", "adjoint", "PGD") for eps in EPS), "words covered")
+OF_EPS = tuple(f"{word} {eps}" for word in ("LoFAST", "adjoint", "PGD") for eps in EPS)
+COLUMNS = ("clean (all)", "clean", *OF_EPS, "words covered")
 CAPS = ("0.25", "0.5", "0.75")
 GRID = tuple(itertools.product((3, 6), (4, 8), CAPS))  # layers, heads, cap of W_V and W_O
 BATCH = 200

@@ -15,6 +15,7 @@ from benchmarks.redteam import claims, lemmas, pairs, scales, weights
 from benchmarks.redteam.finding import Finding, Tally
 from tests.tools.forgeries import value_and_projection
 from tests.tools.trials import Subject
+from zoo.models.overview import tiny_options
 
 SUBJECT = Subject("smooth", "medium", 0)
 SECONDS = 25  # trials of each attack
@@ -76,6 +77,19 @@ def test_weights_climb(monkeypatch: pytest.MonkeyPatch) -> None:
     trial: Any = weights.Climbed.after(SUBJECT)
     assert trial.seed == SUBJECT.seed
     assert not torch.equal(trial.model().head.weight, SUBJECT.model().head.weight)
+
+
+def test_sentences_of_every_length_are_attacked() -> None:
+    name, lengths = "lofast_text_l3_h4", set()
+    tokens = tiny_options(name)["img_size"]
+    for seed in range(tokens):
+        subject = Subject(name, "medium", seed)
+        lengths.add(subject.images(1).shape[2])
+        if seed < 3:
+            start = weights.State.of(subject.model(), subject.images(1), "adjoint", "l2")
+            assert start is not None
+            assert 0 < start.ratio <= 1
+    assert lengths == set(range(1, tokens + 1))
 
 
 def test_a_pair_without_a_huge_scale_is_an_honest_model() -> None:

@@ -59,9 +59,11 @@ class Subject:
         return trained(model, self.images(4)) if self.weights == TRAINED else _random(model, SIZES[self.weights])
 
     def images(self, count: int) -> Tensor:
+        """Return random images, or embedded sentences of a length that the seed chooses."""
         options = zoo.model_options(self.name, **self.options)
-        shape = (count, options["in_chans"], options["img_size"], options["img_size"])
-        return torch.rand(shape, generator=torch.Generator().manual_seed(self.seed))
+        size = options["img_size"]
+        rows = 1 + self.seed % size if "vocabulary" in options else size
+        return torch.rand((count, options["in_chans"], rows, size), generator=torch.Generator().manual_seed(self.seed))
 
 
 def numbered(number: int) -> Subject:
