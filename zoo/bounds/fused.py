@@ -129,20 +129,30 @@ def eigenvalue_bound(w_HD: Tensor) -> LambdaMax:
 def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> Tensor:
     """Return the least whole e_i >= floor_i with 1.01^e_i >= lambda_max(W^T diag(c_i) W).
 
-    1.01^above_i is already known to be such a bound. Lanczos gives a start from below; a Cholesky factorisation then
-    tries one e at a time until it proves one.
+    1.01^above_i is already known to be such a bound. Cholesky factorisations try one e at a time until one proves it:
+    first the floor, which is enough for most tokens, then from a Lanczos estimate from below.
     """
-    form_IDD = (w_HD.mT * c_IH.unsqueeze(1)) @ w_HD
+    form_IDD, e_I = (w_HD.mT * c_IH.unsqueeze(1)) @ w_HD, floor_I.clone()
+
+    def unproved(open_I: Tensor) -> Tensor:
+        """Return those of the items whose e proves nothing and is still below what is known."""
+        open_I = open_I[e_I[open_I] < above_I[open_I]]
+        shifted = -form_IDD[open_I]
+        shifted.diagonal(dim1=-2, dim2=-1).add_((e_I[open_I] * STEP).exp().unsqueeze(1))
+        return open_I[torch.linalg.cholesky_ex(shifted).info != 0]
+
+    open_I = unproved(torch.arange(len(e_I), device=e_I.device))
+    if len(open_I):
+        e_I[open_I] = torch.fmax(floor_I[open_I] + 1, _below(w_HD, c_IH[open_I]))
+    while len(open_I := unproved(open_I)):
+        e_I[open_I] += 1
+    return torch.fmax(floor_I, torch.fmin(e_I, above_I))
+
+
+def _below(w_HD: Tensor, c_IH: Tensor) -> Tensor:
+    """Return exponents whose predecessors are too small, up to rounding: an estimate (I,) from below."""
     start_ID = start_vectors(1, w_HD.shape[1]).to(w_HD).expand(len(c_IH), -1)
     size_I = c_IH.abs().amax(1).clamp_min(1e-300)
     share_IH = c_IH / size_I.unsqueeze(1)  # squares of c may overflow
     below_I = size_I * ritz(lambda v: (v @ w_HD.mT * share_IH) @ w_HD, start_ID, min(KRYLOV, w_HD.shape[1]))
-    e_I = torch.fmax(floor_I, (below_I.clamp_min(0).log() / STEP - 1e-6).ceil())
-    open_I = (e_I < above_I).nonzero().squeeze(1)
-    while len(open_I):
-        shifted = -form_IDD[open_I]
-        shifted.diagonal(dim1=-2, dim2=-1).add_((e_I[open_I] * STEP).exp().unsqueeze(1))
-        open_I = open_I[torch.linalg.cholesky_ex(shifted).info != 0]
-        e_I[open_I] += 1
-        open_I = open_I[e_I[open_I] < above_I[open_I]]
-    return torch.fmax(floor_I, torch.fmin(e_I, above_I))
+    return (below_I.clamp_min(0).log() / STEP - 1e-6).ceil()
