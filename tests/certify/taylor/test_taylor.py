@@ -159,7 +159,8 @@ def test_a_model_without_smooth_units_has_at_least_the_image_certificate() -> No
     e_B = torch.full((3,), 0.05, dtype=torch.float64)
     here = situation(image)
     other = RadiusStage(here, e_B, Columns.of(here.tape, here.images))
-    assert (formed_losses(stage_of(taylor, 0.05), e_B) <= formed_losses(other, e_B)).all()
+    norms = 1.005  # Lanczos meets norms to 2 %, and those of other forms a little closer or less
+    assert (formed_losses(stage_of(taylor, 0.05), e_B) <= norms * formed_losses(other, e_B)).all()
 
 
 @pytest.mark.slow
