@@ -5,7 +5,7 @@
     model_parts.py                   parts of a model that options name: blocks, attention, weights to penalise
     job/         a resolved configuration becomes a checked `Job`; compatibility.py: options that exclude each other
     objectives/  the loss of a micro-batch, one file each
-    techniques/  additions to any objective: attack masks, mixed labels, SAM
+    techniques/  additions to any objective: attack masks, mixed labels, distillation, SAM
     engine/      the only module that imports DeepSpeed; signals, watchdog, logs
     weights/     checkpoints, the moving average, the hand-over
     steps/       loop.py: a run from its start to its hand-over; step.py: one update, every technique in order

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from certizoo import UserError
-from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
+from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Source, Whole
 from certizoo.extras import advice
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
@@ -226,6 +226,18 @@ class MixConfig(Section):
     @property
     def active(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section):
+    """configs/adv_train.yaml, `distill`: the teacher, alpha and T of trainers/techniques/distill.py.
+
+    `teacher` is a hand-over folder, NAME@ALIAS or NAME/VERSION of the registry, or a name with published weights.
+    """
+
+    teacher: Source | None = None
+    alpha: Share = 0.9
+    temperature: Positive = 4.0
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,19 @@ def blurred_labels_suit_the_objective(r: Combination) -> None:
     )
 
 
+def a_teacher_suits_the_objective(r: Combination) -> None:
+    require(
+        r.job.teacher is None or r.objective in SOFT_LABELS,
+        f"objective={r.objective} does not take the soft targets of distill.teacher; use objective="
+        f"{'|'.join(SOFT_LABELS)}, or distill.teacher=null",
+    )
+
+
+def the_teacher_takes_the_data(r: Combination) -> None:
+    if r.job.teacher:
+        r.job.teacher.require_fit(r.job.data)
+
+
 def an_attack_on_probabilities_climbs_their_cross_entropy(r: Combination) -> None:
     soft = r.objective == "trades" or (r.objective == "pgd_at" and r.job.mix.active)
     loss = r.job.attack.loss
@@ -258,8 +271,9 @@ def text_has_objectives_of_logits(r: Combination) -> None:
     )
     require(not text or r.stage < 3, "words are embedded outside their layer; use deepspeed=zero2 for text")
     require(
-        not text or not (job.mix.active or job.masks.prm or job.train.grad_checkpointing),
-        "mix.*, masks.prm and train.grad_checkpointing are for images; set them to 0 or false for text",
+        not text or not (job.mix.active or job.masks.prm or job.train.grad_checkpointing or job.teacher),
+        "mix.*, masks.prm, train.grad_checkpointing and distill.teacher are for images; set them to 0, false or null "
+        "for text",
     )
 
 
@@ -356,6 +370,8 @@ RULES: tuple[Rule, ...] = (
     the_name_is_that_of_one_folder,
     the_objective_exists,
     blurred_labels_suit_the_objective,
+    a_teacher_suits_the_objective,
+    the_teacher_takes_the_data,
     an_attack_on_probabilities_climbs_their_cross_entropy,
     trades_starts_beside_the_image,
     ranks_share_the_batch,

@@ -18,6 +18,7 @@ from certizoo import UserError
 from certizoo.config.compose import compose_config
 from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY
+from tests.tools.teachers import save_teacher
 from tests.tools.workers.objectives import CONV
 from trainers import entry
 from trainers.certvit import run as certvit
@@ -57,6 +58,17 @@ CASES: dict[str, list[Case]] = {
             "train.label_smoothing gives probabilities",
         ),
         ("adv_train", [*CONV, "objective=gloro", "mix.cutmix=1"], "objective=clean"),
+    ],
+    "a_teacher_suits_the_objective": [
+        ("adv_train", [*TINY, "objective=mart", "distill.teacher=teacher"], "use objective=clean|pgd_at|trades"),
+    ],
+    "the_teacher_takes_the_data": [
+        ("adv_train", [*TINY, "distill.teacher=cert_vit_c10"], "distill.teacher=cert_vit_c10: data.img_size is 8"),
+        (
+            "adv_train",
+            [*TINY, "distill.teacher=wide"],
+            "teacher=wide: data.num_classes is 10, but dp_vit_ti has 7",
+        ),
     ],
     "an_attack_on_probabilities_climbs_their_cross_entropy": [
         ("adv_train", [*TINY, "objective=trades", "attack.loss=margin"], "attack.loss=ce"),
@@ -130,7 +142,7 @@ CASES: dict[str, list[Case]] = {
     "text_has_objectives_of_logits": [
         ("adv_train", [*TEXT, "objective=trades"], "use objective=clean or pgd_at"),
         ("adv_train", [*TEXT, "deepspeed=zero3"], "use deepspeed=zero2 for text"),
-        ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0 or false for text"),
+        ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0, false or null for text"),
     ],
     "lipschitz_objectives_suit_the_model": [("adv_train", [*TINY, "objective=gloro"], "use a model conv_")],
     "recomputing_finds_blocks": [("adv_train", [*CONV, "train.grad_checkpointing=true"], "recomputes blocks")],
@@ -167,6 +179,8 @@ FIRST = [(rule, *cases[0]) for rule, cases in CASES.items()]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     certizoo.shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    save_teacher(folder / "teacher")
+    save_teacher(folder / "wide", num_classes=7)
     for split in ("train", "test"):
         (folder / "s.tsv").write_text("sentence\tlabel\na fine film\t1\na dull one\t0\n")
         words = ["text", str(folder / "s.tsv"), str(folder / "data" / "sst2"), "--name=sst2", f"--split={split}"]
