@@ -5,7 +5,21 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from certizoo import UserError
-from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Source, Whole
+from certizoo.config.schema import (
+    Count,
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    NonNegative,
+    OneOf,
+    Positive,
+    Section,
+    Share,
+    Source,
+    Text,
+    Whole,
+)
 from certizoo.extras import advice
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
@@ -28,7 +42,8 @@ class TrainKeys(Section):
         certify_images: number of images that are certified and attacked at the end of every certify_every-th epoch, the
             last of the test set (0: none), at the radii certify_eps (None: certify.headline_eps), for about
             certify_seconds.
-        log_to: where the rows go, beside the run folder and MLflow (registry.enabled).
+        log_to: where the rows go, beside the run folder. MLflow gets them wherever registry.enabled is true.
+        callbacks: names of trainers.callbacks.CALLBACKS.
         profile: number of steps of which rank 0 writes a trace.
     """
 
@@ -48,7 +63,8 @@ class TrainKeys(Section):
     certify_eps: list[Positive] | None = None
     certify_seconds: Positive = 60.0
     log_every: Count = 10
-    log_to: tuple[Annotated[str, OneOf("tensorboard", "wandb")], ...] = ()
+    log_to: tuple[Annotated[str, OneOf("mlflow", "tensorboard", "wandb")], ...] = ()
+    callbacks: tuple[Text, ...] = ()
     profile: Whole = 0
     checkpoint_every: Whole = 500
     checkpoint_epochs: Count = 1

@@ -24,6 +24,7 @@ from certizoo.nearest import choices
 from certizoo.registry import version_tags
 from certizoo.shards import require_fit
 from certizoo.shards.config import TEXT
+from trainers.callbacks import CALLBACKS
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, SECOND_ORDER, SOFT_LABELS
@@ -359,6 +360,25 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
         return ""
 
 
+# what hears of the run ----------------------------------------------------------------------------------------------
+
+
+def callbacks_exist(r: Combination) -> None:
+    for name in r.job.train.callbacks:
+        require(
+            name in CALLBACKS,
+            f"train.callbacks={name} does not exist; {choices(name, CALLBACKS)}. Packages add callbacks: "
+            "docs/howto/my_package.md",
+        )
+
+
+def rows_for_mlflow_are_sent(r: Combination) -> None:
+    require(
+        "mlflow" not in r.job.train.log_to or r.job.config["registry"]["enabled"],
+        "train.log_to names mlflow, but registry.enabled=false sends it nothing; set registry.enabled=true",
+    )
+
+
 # the registry --------------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +421,8 @@ RULES: tuple[Rule, ...] = (
     probes_exclude_reported_images,
     probes_are_of_radii_in_the_norm,
     probes_need_unpatched_torch,
+    callbacks_exist,
+    rows_for_mlflow_are_sent,
     tags_are_not_reserved,
 )
 

@@ -1,7 +1,6 @@
 """A job made ready to train: the model in its engine, the run folder, the MLflow run."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from trainers.job.job import Job
 from trainers.job.utilisation import meter
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
-from trainers.steps.sinks import SINKS
+from trainers.steps.sinks import callbacks_of
 from zoo.layers.cap import caps_still, settle_caps_
 
 
@@ -89,8 +88,8 @@ def assemble(job: Job, world: World) -> Run:
         start = Saved(checkpoint.tag(0), Position(), world.size, job.fingerprint)
         write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
-    sinks = [partial(SINKS[name], job) for name in job.train.log_to if world.rank == 0]
-    report = Report(job.run_dir, job.total_steps, world.rank == 0, meter(job, world.size), tracker, sinks)
+    callbacks = None if world.rank else callbacks_of(job)
+    report = Report(job.run_dir, job.total_steps, world.rank == 0, meter(job, world.size), tracker, callbacks)
     teacher = job.teacher.load().to(world.device) if job.teacher else None
     return Run(job, built, report, job.steps_per_epoch, job.total_steps, penalties, teacher)
 

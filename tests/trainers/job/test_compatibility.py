@@ -86,6 +86,8 @@ CASES: dict[str, list[Case]] = {
             "certify.attack.loss=attention: ConvNet",
         ),
     ],
+    "callbacks_exist": [("adv_train", [*TINY, "train.callbacks=[nope]"], "train.callbacks=nope does not exist")],
+    "rows_for_mlflow_are_sent": [("adv_train", [*TINY, "train.log_to=[mlflow]"], "set registry.enabled=true")],
     "tags_are_not_reserved": [
         ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is reserved"),
         ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is reserved"),
