@@ -6,6 +6,7 @@ weights, and a resumed run may have others. A package adds its own to CALLBACKS 
 
 import logging
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from typing import Any
 
 from certizoo import UserError
@@ -54,14 +55,14 @@ class Callbacks:
     def tell(self, event: str, *values: object) -> None:
         """Call this method of all. Raises UserError naming the first that fails."""
         for key, callback in self._open.items():
-            self._called(key, getattr(callback, event), *values)
+            self._called(key, methodcaller(event, *values), callback)
 
     def end(self, status: str) -> None:
         """Tell all of them how the run ended, even if some fail. Their errors count only for a run without its own."""
         errors = []
         for key, callback in self._open.items():
             try:
-                self._called(key, callback.on_end, status)
+                self._called(key, methodcaller("on_end", status), callback)
             except UserError as error:
                 errors.append(error)
         if errors and status == "FINISHED":

@@ -61,11 +61,11 @@ class Report:
         self._since = self._began = (time.monotonic(), first_step)
         if self.enabled:
             self._drop_rows_after(first_step)
-        self._callbacks.begin(first_step)
         if self.tracker:
             self.tracker.start()
         status = "FAILED"
         try:
+            self._callbacks.begin(first_step)
             with self._progress:
                 self._progress.update(self._task, completed=first_step)
                 yield self

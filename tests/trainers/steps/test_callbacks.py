@@ -67,7 +67,7 @@ def test_they_hear_how_a_run_ends(error: BaseException, status: str, tmp_path: P
     assert heard == [("end", status, 0)]
 
 
-@pytest.mark.parametrize("event", ["__init__", "on_step", "on_epoch", "on_end"])
+@pytest.mark.parametrize("event", ["on_step", "on_epoch", "on_end"])
 def test_a_failure_is_one_line_with_the_name(event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heard: Heard = []
 
@@ -81,8 +81,21 @@ def test_a_failure_is_one_line_with_the_name(event: str, tmp_path: Path, caplog:
     assert str(caught.value).startswith("bad: ValueError: no luck; ")
     assert "\n" not in str(caught.value)
     assert "Traceback" in caplog.text, "for whoever repairs it"
-    if event != "__init__":
-        assert heard[-1][0] == "end", "the others hear the end"
+    assert heard[-1][0] == "end", "the others hear the end"
+
+
+def test_those_begun_hear_that_another_cannot_be_made(tmp_path: Path) -> None:
+    heard: Heard = []
+    made = {"first": recorder(heard), "bad": failing("__init__")}
+    with pytest.raises(UserError, match="bad: ValueError: no luck"), report(tmp_path, **made).shown(0):
+        pass
+    assert heard == [("end", "FAILED", 0)]
+
+
+def test_a_class_of_another_kind_is_named(tmp_path: Path) -> None:
+    stranger: Any = type("Stranger", (), {"__init__": lambda self, job, first_step: None})
+    with pytest.raises(UserError, match=r"odd: AttributeError: .*on_end"), report(tmp_path, odd=stranger).shown(0):
+        pass
 
 
 def test_the_error_of_the_run_comes_first(tmp_path: Path) -> None:
