@@ -3,12 +3,12 @@
 The trainer's own step runs on real ranks of gloo, with PGD and MSVP. Every operation of torch.distributed is seen as it
 is dispatched; its payload is the whole tensor that the ranks share. Of a ring, a rank sends, and receives, the shares
 
-    all-reduce 2 (N - 1) / N,    reduce-scatter and all-gather (N - 1) / N,    reduce 1
+    all-reduce 2 (N - 1) / N,    reduce-scatter, all-gather and, on average, reduce (N - 1) / N
 
 of it. `parameters_sent` is the sum in units of 4 P bytes, P the number of parameters, and carries over to other models.
 Broadcasts are of buffers, and not in it. Stage 3 gathers the weights again for every pass.
 
-    python -m benchmarks.bench_communication [--ranks 2 4 8] [--stages 0 1 2 3]
+    python -m benchmarks.bench_communication [--ranks 1 2 4 8] [--stages 0 1 2 3]
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,47 +32,60 @@ from benchmarks.record import record
 from certizoo.config.compose import compose_config
 from certizoo.ports import free_port
 
+if TYPE_CHECKING:
+    from trainers.engine.world import World
+
 ATTACK_STEPS, BATCH = 2, 64
-RING = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1}  # times (N - 1) / N
+RING = {"allreduce": 2, "reduce_scatter": 1, "allgather": 1, "reduce_": 1}  # times (N - 1) / N
 MODULE = "benchmarks.bench_communication"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--rank-of", nargs=2, metavar=("STAGE", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank-in", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_of:
-        one_rank(int(options.rank_of[0]), Path(options.rank_of[1]))
+    if options.rank_in:
+        one_rank(sorted(options.stages), options.rank_in)
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         certizoo.shards.__main__.main(["digits", folder])
-        for stage in options.stages:
-            for ranks in options.ranks:
-                rows.append({"stage": stage, "ranks": ranks, **started(stage, ranks, folder)})
-                record("communication_cpu", {"attack_steps": ATTACK_STEPS, "batch": BATCH, "rows": rows})
+        for ranks in options.ranks:
+            rows += started(options.stages, ranks, folder)
+        rows.sort(key=lambda row: (row["stage"], row["ranks"]))
+        record("communication_cpu", {"attack_steps": ATTACK_STEPS, "batch": BATCH, "rows": rows})
 
 
-def started(stage: int, ranks: int, folder: str) -> dict[str, Any]:
-    """Run the ranks; return what the first one counted."""
+def started(stages: list[int], ranks: int, folder: str) -> list[dict[str, Any]]:
+    """Run the ranks; return what the first one counted at each stage."""
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    words = ["--rank-of", str(stage), folder]
+    words = ["--rank-in", folder, "--stages", *map(str, stages)]
     command = [*launcher, f"--master-port={free_port()}", "-m", MODULE, *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    found: dict[str, Any] = json.loads((Path(folder) / "counted.json").read_text())
+    found: list[dict[str, Any]] = json.loads((Path(folder) / "counted.json").read_text())
     return found
 
 
-def one_rank(stage: int, folder: Path) -> None:
-    """Make two training steps, and count the second: the first one starts traces and buffers."""
+def one_rank(stages: list[int], folder: Path) -> None:
+    """Count at each stage in one process; stage 3, which replaces torch's linear function, comes last."""
     from trainers.engine import engine
+
+    world = engine.start(5)
+    found = [{"stage": stage, "ranks": world.size, **counted(stage, folder, world)} for stage in stages]
+    if world.rank == 0:
+        (folder / "counted.json").write_text(json.dumps(found))
+    engine.stop()
+    os._exit(0)  # the threads of several engines may abort the process at its end
+
+
+def counted(stage: int, folder: Path, world: "World") -> dict[str, Any]:
+    """Make two training steps, and count the second: the first one starts traces and buffers."""
     from trainers.job.prepare import prepare
     from trainers.steps.run import assemble
     from trainers.steps.step import train_step
 
-    world = engine.start(5)
     overrides = (
         "+model=spec_vit_digits", "data=digits", f"data.root={folder}", f"deepspeed=zero{stage}", "penalty=msvp",
         "attack=pgd_linf", f"attack.steps={ATTACK_STEPS}", f"train.batch_size={BATCH}", "train.precision=fp32",
@@ -85,11 +98,8 @@ def one_rank(stage: int, folder: Path) -> None:
     train_step(run, iter([(images, labels)]), 0, 1e-3)
     with Collectives(world.size) as seen:
         train_step(run, iter([(images, labels)]), 1, 1e-3)
-    if world.rank == 0:
-        found = {"parameters": parameters, "payload_bytes": dict(seen.payload), "sent_bytes": round(seen.sent)}
-        found |= {"parameters_sent": round(seen.sent / (4 * parameters), 3)}
-        (folder / "counted.json").write_text(json.dumps(found))
-    engine.stop()
+    found = {"parameters": parameters, "payload_bytes": dict(seen.payload), "sent_bytes": round(seen.sent)}
+    return found | {"parameters_sent": round(seen.sent / (4 * parameters), 3)}
 
 
 class Collectives(TorchDispatchMode):

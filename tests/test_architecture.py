@@ -19,7 +19,7 @@ from tests.tools.folders import FILES, FOLDERS, ROOT, files_of, imported, librar
 _ORDERS = {"certify/shared", "certify/adjoint", "certify/image", "certify/reaches", "certify/taylor"}
 _METHODS = _ORDERS | {"certify/methods"}
 _JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
-_BASE = {"trainers/settings.py", "trainers/ranks.py", "trainers/seeds.py", "trainers/model_parts.py"}
+_BASE = {f"trainers/{name}.py" for name in ("settings", "ranks", "seeds", "model_parts", "callbacks")}
 _RUN = _BASE | _JOB | {"trainers/engine", "trainers/weights"}
 _BOUNDS = {"zoo/arithmetic.py", "zoo/spectral.py", "zoo/bounds"}
 _WEIGHTS = {"zoo/weights"}
@@ -66,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
     "trainers/ranks.py": set(),
     "trainers/seeds.py": set(),
     "trainers/model_parts.py": set(),
+    "trainers/callbacks.py": set(),
     "trainers/engine": _BASE,
     "trainers/objectives": _BASE,
     "trainers/techniques": _BASE,

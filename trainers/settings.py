@@ -5,7 +5,21 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from certizoo import UserError
-from certizoo.config.schema import Count, Ge, Gt, Le, Lt, NonNegative, OneOf, Positive, Section, Share, Whole
+from certizoo.config.schema import (
+    Count,
+    Ge,
+    Gt,
+    Le,
+    Lt,
+    NonNegative,
+    OneOf,
+    Positive,
+    Section,
+    Share,
+    Source,
+    Text,
+    Whole,
+)
 from certizoo.extras import advice
 
 BelowOne = Annotated[float, Ge(0), Lt(1)]
@@ -28,7 +42,8 @@ class TrainKeys(Section):
         certify_images: number of images that are certified and attacked at the end of every certify_every-th epoch, the
             last of the test set (0: none), at the radii certify_eps (None: certify.headline_eps), for about
             certify_seconds.
-        log_to: where the rows go, beside the run folder and MLflow (registry.enabled).
+        log_to: where the rows go, beside the run folder. MLflow gets them wherever registry.enabled is true.
+        callbacks: names of trainers.callbacks.CALLBACKS.
         profile: number of steps of which rank 0 writes a trace.
     """
 
@@ -48,7 +63,8 @@ class TrainKeys(Section):
     certify_eps: list[Positive] | None = None
     certify_seconds: Positive = 60.0
     log_every: Count = 10
-    log_to: tuple[Annotated[str, OneOf("tensorboard", "wandb")], ...] = ()
+    log_to: tuple[Annotated[str, OneOf("mlflow", "tensorboard", "wandb")], ...] = ()
+    callbacks: tuple[Text, ...] = ()
     profile: Whole = 0
     checkpoint_every: Whole = 500
     checkpoint_epochs: Count = 1
@@ -226,6 +242,18 @@ class MixConfig(Section):
     @property
     def active(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclass(frozen=True)
+class DistillConfig(Section):
+    """configs/adv_train.yaml, `distill`: the teacher, alpha and T of trainers/techniques/distill.py.
+
+    `teacher` is a hand-over folder, NAME@ALIAS or NAME/VERSION of the registry, or a name with published weights.
+    """
+
+    teacher: Source | None = None
+    alpha: Share = 0.9
+    temperature: Positive = 4.0
 
 
 @dataclass(frozen=True)

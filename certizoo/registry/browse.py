@@ -5,7 +5,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -153,8 +152,11 @@ def _fetch(source: str, to: Path, version: Version, target: str) -> None:
     with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         got = Path(download_artifacts(source, dst_path=scratch, tracking_uri=target, registry_uri=target))
         manifest.verify(got, version.tags, version.uri)
-        with suppress(FileExistsError):  # another process was faster
+        try:
             got.rename(to)
+        except OSError:
+            if not to.is_dir():  # otherwise another process was faster
+                raise
 
 
 def logged_model_id(registered: "ModelVersion") -> str | None:

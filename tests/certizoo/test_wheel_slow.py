@@ -128,8 +128,9 @@ def test_a_package_adds_one_of_each_without_a_fork(program: Path, empty: Path) -
                  "model.global_pool=avg", "registry.enabled=false", "certify.images=5", "certify.attack.steps=2",
                  "certify.method=adjoint", "name=warm")  # fmt: skip
         flags = ("--num_gpus", "1", f"--master_port={free_port()}")
-        words = ("+model=warm_vit_ti", "data=digits", "objective.name=smooth", *short)
+        words = ("+model=warm_vit_ti", "data=digits", "objective.name=smooth", "train.callbacks=[note]", *short)
         done(program, "train", *flags, "adv_train", *words, cwd=empty)
+        assert (empty / "runs" / "warm" / "status.txt").read_text() == "FINISHED"
         given = ("handover=runs/warm/handover", "protocol=noise", "images=5", "out=attacked")
         done(program, "certify", "evaluate", *given, cwd=empty)
         assert "noise" in (empty / "attacked" / "evaluation.json").read_text()

@@ -1,11 +1,15 @@
 """The page of scale on paper: its hours are products of the recorded factors, and counted bytes follow the formulas."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 
 from docs.generate import scale
 from docs.generate.made import filled
 
-ROWS = scale.recorded("communication_cpu")["rows"]
+COUNTED = scale.recorded("communication_cpu")["rows"]
+ROWS = [row for row in COUNTED if row["ranks"] > 1]
 
 
 def test_the_hours_are_images_by_rate() -> None:
@@ -15,10 +19,27 @@ def test_the_hours_are_images_by_rate() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"stage {row['stage']}, {row['ranks']} ranks")
-def test_counted_bytes_follow_the_formula(row: dict[str, float]) -> None:
-    """Gradients and weights pass once each through half an all-reduce below stage 3, and weights more often in it."""
+def test_counted_bytes_follow_the_formula(row: dict[str, Any]) -> None:
+    """Gradients pass both halves of an all-reduce below stage 3; stages 1 and 2 gather the weights besides."""
     halves = row["parameters_sent"] * row["ranks"] / (row["ranks"] - 1)
-    assert halves == pytest.approx(2, rel=0.1) if row["stage"] < 3 else halves > 3
+    assert halves == pytest.approx({0: 2, 1: 3, 2: 3, 3: 6}[row["stage"]], rel=0.02)
+
+
+def test_every_stage_was_counted_on_every_number_of_ranks() -> None:
+    assert [(row["stage"], row["ranks"]) for row in COUNTED] == list(product(range(4), (1, 2, 4, 8)))
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert not any(row["parameters_sent"] for row in COUNTED if row["ranks"] == 1)
+
+
+def test_cores_load_the_bytes_that_are_read() -> None:
+    """Both factors are of images of one size."""
+    rows = {factor.what: factor.value for factor in scale.training()}
+    small = scale.recorded("loader_cpu")["mean_kilobytes"]
+    bytes_of_a_core = scale.images_per_core() * small * 1e3
+    cores, read = float(rows["cores that load for a node"]), float(rows["bytes read by a node"].removesuffix(" GB/s"))
+    assert cores * bytes_of_a_core == pytest.approx(read * 1e9, rel=0.02)
 
 
 def test_the_page_has_four_tables() -> None:

@@ -30,7 +30,8 @@ from trainers.objectives import OBJECTIVES, Probe
 class Estimate:
     """Estimates in bytes, except for parameters and steps.
 
-    `average` is the moving average of the weights, if it is kept; `disk` is everything that is written.
+    `average` is the moving average of the weights, if it is kept; `teacher` the weights of distill.teacher, whole on
+    each rank; `disk` is everything that is written.
     """
 
     parameters: int
@@ -38,6 +39,7 @@ class Estimate:
     gradients: int
     states: int
     average: int
+    teacher: int
     activations: int
     checkpoint: int
     disk: int
@@ -47,7 +49,7 @@ class Estimate:
     @property
     def a_rank(self) -> int:
         """Return the bytes on one rank."""
-        return self.weights + self.gradients + self.states + self.average + self.activations
+        return self.weights + self.gradients + self.states + self.average + self.teacher + self.activations
 
 
 def estimate(job: Job, ranks: int) -> Estimate:
@@ -65,6 +67,7 @@ def estimate(job: Job, ranks: int) -> Estimate:
         gradients=share(4 * count, ranks, stage >= 2),
         states=share(optimiser, ranks, stage >= 1),
         average=average,
+        teacher=job.teacher.bytes if job.teacher else 0,
         activations=activations(job, model, job.train.micro_batch(ranks)),
         checkpoint=checkpoint,
         # One more checkpoint while the next is written, and the hand-over.

@@ -106,8 +106,9 @@ def data(job: Job, need: Estimate) -> Iterator[Finding]:
 
 def memory(job: Job, need: Estimate, libraries: int) -> Iterator[Finding]:
     """Compare the memory of a rank with the free memory."""
-    average = f", average {size(need.average)}" if need.average else ""
-    held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{average}"
+    more = {"average": need.average, "teacher": need.teacher}
+    own = "".join(f", {name} {size(held)}" for name, held in more.items() if held)
+    held = f"weights {size(need.weights)}, gradients {size(need.gradients)}, optimiser {size(need.states)}{own}"
     yield Finding("model", f"{need.parameters / 1e6:.2f} M parameters")
     yield Finding(f"ZeRO {job.deepspeed.stage}", f"a rank holds {held}")
     yield Finding("activations", f"about {size(need.activations)} per rank (an estimate)")

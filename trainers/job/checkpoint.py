@@ -35,7 +35,7 @@ FREE = (
     "data.cache", "data.cache_gb", "data.timeout", "data.mix",  # the shares are in the shards' digest
     "train.eval_images", "train.certify_images", "train.certify_every", "train.certify_eps", "train.certify_seconds",
     "train.log_every", "train.checkpoint_every", "train.checkpoint_epochs", "train.keep_checkpoints",
-    "train.log_to", "train.profile", "deepspeed.timeout_minutes",
+    "train.log_to", "train.callbacks", "train.profile", "deepspeed.timeout_minutes",
 )  # fmt: skip
 LENGTH = ("train.epochs", "train.max_steps")  # keys that may grow
 

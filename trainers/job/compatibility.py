@@ -24,6 +24,7 @@ from certizoo.nearest import choices
 from certizoo.registry import version_tags
 from certizoo.shards import require_fit
 from certizoo.shards.config import TEXT
+from trainers.callbacks import CALLBACKS
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of
 from trainers.objectives import LIPSCHITZ, OBJECTIVES, OF_TEXT, SECOND_ORDER, SOFT_LABELS
@@ -93,6 +94,19 @@ def blurred_labels_suit_the_objective(r: Combination) -> None:
         f"objective={r.objective} needs one class per image, but {blur} gives probabilities; set 0, or use objective="
         f"{'|'.join(SOFT_LABELS)}",
     )
+
+
+def a_teacher_suits_the_objective(r: Combination) -> None:
+    require(
+        r.job.teacher is None or r.objective in SOFT_LABELS,
+        f"objective={r.objective} does not take the soft targets of distill.teacher; use objective="
+        f"{'|'.join(SOFT_LABELS)}, or distill.teacher=null",
+    )
+
+
+def the_teacher_takes_the_data(r: Combination) -> None:
+    if r.job.teacher:
+        r.job.teacher.require_fit(r.job.data)
 
 
 def an_attack_on_probabilities_climbs_their_cross_entropy(r: Combination) -> None:
@@ -258,8 +272,9 @@ def text_has_its_objectives(r: Combination) -> None:
     )
     require(not text or r.stage < 3, "words are embedded outside their layer; use deepspeed=zero2 for text")
     require(
-        not text or not (job.mix.active or job.masks.prm or job.train.grad_checkpointing),
-        "mix.*, masks.prm and train.grad_checkpointing are for images; set them to 0 or false for text",
+        not text or not (job.mix.active or job.masks.prm or job.train.grad_checkpointing or job.teacher),
+        "mix.*, masks.prm, train.grad_checkpointing and distill.teacher are for images; set them to 0, false or null "
+        "for text",
     )
 
 
@@ -345,6 +360,25 @@ def missing_rule(model: Mapping[str, Any], method: str) -> str:
         return ""
 
 
+# what hears of the run ----------------------------------------------------------------------------------------------
+
+
+def callbacks_exist(r: Combination) -> None:
+    for name in r.job.train.callbacks:
+        require(
+            name in CALLBACKS,
+            f"train.callbacks={name} does not exist; {choices(name, CALLBACKS)}. Packages add callbacks: "
+            "docs/howto/my_package.md",
+        )
+
+
+def rows_for_mlflow_are_sent(r: Combination) -> None:
+    require(
+        "mlflow" not in r.job.train.log_to or r.job.config["registry"]["enabled"],
+        "train.log_to names mlflow, but registry.enabled=false sends it nothing; set registry.enabled=true",
+    )
+
+
 # the registry --------------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +390,8 @@ RULES: tuple[Rule, ...] = (
     the_name_is_that_of_one_folder,
     the_objective_exists,
     blurred_labels_suit_the_objective,
+    a_teacher_suits_the_objective,
+    the_teacher_takes_the_data,
     an_attack_on_probabilities_climbs_their_cross_entropy,
     trades_starts_beside_the_image,
     ranks_share_the_batch,
@@ -385,6 +421,8 @@ RULES: tuple[Rule, ...] = (
     probes_exclude_reported_images,
     probes_are_of_radii_in_the_norm,
     probes_need_unpatched_torch,
+    callbacks_exist,
+    rows_for_mlflow_are_sent,
     tags_are_not_reserved,
 )
 

@@ -10,8 +10,10 @@ from certizoo.config.schema import section_of
 from certizoo.shards import DataConfig, ShardSet, steps_per_epoch
 from trainers.job import checkpoint
 from trainers.job.schedule import ScheduleConfig
+from trainers.job.teacher import Teacher
 from trainers.settings import (
     DeepSpeedConfig,
+    DistillConfig,
     HingeConfig,
     MasksConfig,
     MixConfig,
@@ -45,6 +47,8 @@ class Job:
     hinge: HingeConfig
     mix: MixConfig
     masks: MasksConfig
+    distill: DistillConfig
+    teacher: Teacher | None
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     train: TrainConfig
@@ -64,7 +68,9 @@ class Job:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        return checkpoint.fingerprint(self.config, self.train_set.digest)
+        """Return what a resumed run compares. A teacher counts by its content, wherever it lies."""
+        teacher = {"distill.teacher": self.teacher.digest} if self.teacher else {}
+        return checkpoint.fingerprint(self.config, self.train_set.digest) | teacher
 
     @property
     def steps_per_epoch(self) -> int:

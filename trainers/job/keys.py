@@ -13,6 +13,7 @@ from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (
     ConstrainConfig,
     DeepSpeedConfig,
+    DistillConfig,
     HingeConfig,
     MasksConfig,
     MixConfig,
@@ -58,6 +59,7 @@ class TrainerKeys(Section):
     train: TrainKeys
     mix: MixConfig
     masks: MasksConfig
+    distill: DistillConfig
     certify: CertifyKeys
     registry: RegistryKeys
     name: Text

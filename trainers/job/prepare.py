@@ -17,6 +17,7 @@ from certizoo.registry import store
 from certizoo.shards import DataConfig, ShardSet, find, tokens
 from certizoo.shards.config import TEXT, require_kind
 from certizoo.shards.sets import warn_of_empty_classes
+from certizoo.text import shown
 from trainers import ranks
 from trainers.job import checkpoint
 from trainers.job.auto_settings import bf16_is_emulated, resolve_auto, scale_lr
@@ -25,8 +26,10 @@ from trainers.job.folder import refuse_used_folder
 from trainers.job.job import Job, certify_settings
 from trainers.job.keys import TrainerKeys, defaults
 from trainers.job.schedule import ScheduleConfig
+from trainers.job.teacher import Teacher, find_teacher
 from trainers.settings import (
     DeepSpeedConfig,
+    DistillConfig,
     HingeConfig,
     MasksConfig,
     MixConfig,
@@ -76,6 +79,8 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
         hinge=section_of(HingeConfig, config["hinge"], "hinge"),
         mix=section_of(MixConfig, config["mix"], "mix"),
         masks=section_of(MasksConfig, config["masks"], "masks"),
+        distill=section_of(DistillConfig, config["distill"], "distill"),
+        teacher=find_teacher(config["distill"]["teacher"], config["registry"]["uri"]),
         optimizer=optimizer,
         schedule=section_of(ScheduleConfig, config["schedule"], "schedule"),
         train=train,
@@ -85,6 +90,7 @@ def prepare(config: dict[str, Any], source_exists: bool = True) -> Job:
     )
     if ranks.local_rank() == 0:
         warn_of_empty_classes(job.train_set, data.root)
+        _warn_of_other_classes(job.teacher, data)
     if job.first_weights is True:
         table.entry(job.model["name"])
     elif source_exists and job.first_weights:
@@ -115,6 +121,12 @@ def _model_config(model: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
     else:
         shape["in_chans"] = data.channels
     return {"name": model["name"], **zoo.model_options(**(shape | dict(model)))}
+
+
+def _warn_of_other_classes(teacher: Teacher | None, data: DataConfig) -> None:
+    of = teacher.config.get("data") if teacher else None
+    if isinstance(of, Mapping) and (name := of.get("name")) != data.name:
+        log.warning("the teacher was trained on %s, not on %s; its classes must mean the same", shown(name), data.name)
 
 
 def _test_set(data: DataConfig) -> ShardSet | None:

@@ -86,7 +86,8 @@ def prepare_stages(config: Config) -> Stages:
 def stage(config: Config, name: str, epochs: int) -> Config:
     """Return the configuration of one of the ordinary runs, neither certified nor published."""
     off = {key: config[key] | {"enabled": False} for key in ("certify", "registry")}
-    train = config["train"] | {"epochs": epochs}
+    places = [name for name in config["train"]["log_to"] if name != "mlflow"]
+    train = config["train"] | {"epochs": epochs, "log_to": places}
     own = {"name": f"{config['name']}-{name}", "run_dir": str(Path(config["run_dir"]) / name)}
     return config | off | own | {"train": train}
 

@@ -25,6 +25,7 @@ class Probe:
         attack: (images_BCHW, labels_B or probabilities_BK) -> adversarial_BCHW; leaves the model unchanged.
         predict: images_BCHW -> logits_BK in eval mode, not recorded; leaves the model unchanged.
         progress: the share of the training that is done, in [0, 1).
+        taught: (cross-entropy, logits_BK) -> that with a teacher's soft targets (trainers/techniques/distill.py).
     """
 
     through: Callable[..., Any]
@@ -33,6 +34,7 @@ class Probe:
     settings: ObjectiveConfig
     progress: float = 0.0
     label_smoothing: float = 0.0
+    taught: Callable[[Tensor, Tensor], Tensor] = lambda loss, logits_BK: loss
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """Run the plain pass, images_BCHW -> logits_BK."""
@@ -41,7 +43,8 @@ class Probe:
 
     def cross_entropy(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         """Return the mean over the batch, in float32 or better whatever the model computes in."""
-        return F.cross_entropy(wide(logits_BK), labels_B, label_smoothing=self.label_smoothing)
+        logits_BK = wide(logits_BK)
+        return self.taught(F.cross_entropy(logits_BK, labels_B, label_smoothing=self.label_smoothing), logits_BK)
 
     @property
     def eps(self) -> float:

@@ -187,7 +187,7 @@ def monitored(session: Session, step: int, epoch: int) -> dict[str, float]:
             metrics = evaluate(session.module, told, job.attack, job.seed, world, job.data.num_classes)
     metrics |= certify_probe.probe(job, run.engine, session.average, epoch)
     if metrics:
-        run.report.row(step, epoch, metrics)
+        run.report.evaluation(step, epoch, metrics)
     return metrics
 
 

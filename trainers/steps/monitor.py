@@ -18,6 +18,7 @@ from zoo.models.sentences import by_length
 log = logging.getLogger(__name__)
 Batch = tuple[list[str], Tensor, Tensor]
 BLANK = ""  # key of an image that does not count
+FEW_CLASSES = 20  # whose accuracies are columns of their own in the rows
 LEAST_STEPS = 10  # a model trained on few attack steps may look robust to few steps only (catastrophic overfitting)
 
 
@@ -29,10 +30,11 @@ def evaluate(
     world: World,
     num_classes: int,
 ) -> dict[str, float]:
-    """Return {"clean_acc", "pgd_acc", "eval_images"}, and the accuracies of the classes with the lowest ones.
+    """Return {"clean_acc", "pgd_acc", "eval_images"}, and accuracies of classes.
 
-    The rank's log gets the accuracies of all classes. Collective; leaves eval mode on. The attack takes at least 10
-    steps. An image's start depends on its key, not on its rank or batch.
+    These are the lowest ones and, of at most FEW_CLASSES, all: class_clean_acc/3. The rank's log gets all. Collective;
+    leaves eval mode on. The attack takes at least 10 steps. An image's start depends on its key, not on its rank or
+    batch.
     """
     attack, module = attack.stronger(LEAST_STEPS), module.eval()
     counts_3K = torch.zeros(3, num_classes, dtype=torch.float64, device=world.device)
@@ -44,11 +46,20 @@ def evaluate(
             counts_3K.index_add_(1, labels_B, torch.stack([torch.ones_like(right[0]), *right]).to(counts_3K))
     counts_3K = world.sums(counts_3K)
     images, clean, robust = counts_3K.sum(1).tolist()
-    by_class_2K = (counts_3K[1:] / counts_3K[0])[:, counts_3K[0] > 0]
-    for name, shares in zip(("clean", "attacked"), by_class_2K.tolist(), strict=True):
-        log.info("%s accuracy by class: %s", name, " ".join(f"{share:.3f}" for share in shares))
-    least = dict(zip(("worst_class_clean_acc", "worst_class_pgd_acc"), by_class_2K.amin(1).tolist(), strict=True))
-    return {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images, **least}
+    found = {"clean_acc": clean / images, "pgd_acc": robust / images, "eval_images": images}
+    return found | by_class(counts_3K)
+
+
+def by_class(counts_3K: Tensor) -> dict[str, float]:
+    """Return the accuracies of the classes that occur; `counts_3K`: images, and those right, clean and attacked."""
+    classes = counts_3K[0].nonzero().flatten().tolist()
+    least, each = dict[str, float](), dict[str, float]()
+    for name, right_K in zip(("clean_acc", "pgd_acc"), counts_3K[1:], strict=True):
+        shares = (right_K / counts_3K[0])[classes].tolist()
+        log.info("%s by class: %s", name, " ".join(f"{share:.3f}" for share in shares))
+        least[f"worst_class_{name}"] = min(shares)
+        each |= {f"class_{name}/{index}": share for index, share in zip(classes, shares, strict=True)}
+    return least | (each if counts_3K.shape[1] <= FEW_CLASSES else {})
 
 
 def as_taken(module: nn.Module, batches: Iterable[Batch], world: World) -> Iterator[Batch]:

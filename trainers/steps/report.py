@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile
@@ -19,7 +19,7 @@ from certizoo.progress import Pulse
 from certizoo.registry.run_folder import ROWS, now
 from certizoo.registry.system import SystemMetrics
 from certizoo.registry.track import Tracker
-from trainers.steps.sinks import Sink
+from trainers.callbacks import Callbacks
 
 T = TypeVar("T")
 Row = dict[str, float]
@@ -35,10 +35,10 @@ class Report:
         enabled: bool,
         utilisation: Callable[[float], Row] = lambda images_per_s: {},
         tracker: Tracker | None = None,
-        sinks: Sequence[Callable[[int], Sink]] = (),
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.path, self.total, self.enabled, self.tracker = run_dir / ROWS, total_steps, enabled, tracker
-        self._openers, self._sinks, self._utilisation = sinks, list[Sink](), utilisation
+        self._callbacks, self._utilisation = callbacks or Callbacks(), utilisation
         self.system = SystemMetrics() if tracker else None
         self.console = Console(highlight=False, markup=False)
         self._progress = Progress(
@@ -61,11 +61,11 @@ class Report:
         self._since = self._began = (time.monotonic(), first_step)
         if self.enabled:
             self._drop_rows_after(first_step)
-        self._sinks = [open_sink(first_step) for open_sink in self._openers]
         if self.tracker:
             self.tracker.start()
         status = "FAILED"
         try:
+            self._callbacks.begin(first_step)
             with self._progress:
                 self._progress.update(self._task, completed=first_step)
                 yield self
@@ -74,10 +74,9 @@ class Report:
             status = "KILLED"
             raise
         finally:
-            for sink in self._sinks:
-                sink.close(status)
             if self.tracker:
                 self.tracker.finish(status)
+            self._callbacks.end(status)
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -118,13 +117,19 @@ class Report:
         return {"images_per_s": rate, "loader_wait": min(waited / passed, 1.0), **self._utilisation(rate), **peak}
 
     def row(self, step: int, epoch: int, metrics: Row) -> None:
-        """Write one line of metrics.jsonl, which MLflow gets as well; the bar shows the newest values."""
+        """Report a step: one line of metrics.jsonl, which MLflow gets as well; the bar shows the newest values."""
+        self._row(step, epoch, metrics, "on_step", step)
+
+    def evaluation(self, step: int, epoch: int, metrics: Row) -> None:
+        """Report the evaluation after an epoch likewise."""
+        self._row(step, epoch, metrics, "on_epoch", step, epoch)
+
+    def _row(self, step: int, epoch: int, metrics: Row, event: str, *at: int) -> None:
         if not self.enabled:
             return
         system = self.system.read() if self.system else {}
         self._append(json.dumps({"step": step, "epoch": epoch, "time": now(), **metrics, **system}) + "\n")
-        for sink in self._sinks:
-            sink.row(step, {**metrics, **system})
+        self._callbacks.tell(event, *at, {**metrics, **system})
         if self.tracker:
             self.tracker.flush()
         self._newest |= metrics
@@ -158,7 +163,8 @@ class Report:
 
 
 def _listed(metrics: Row) -> str:
-    return "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+    """Return the values that people read; those of a family, such as class_clean_acc/3, are for the files."""
+    return "  ".join(f"{key} {value:.4g}" for key, value in metrics.items() if "/" not in key)
 
 
 def _step_of(line: bytes) -> float:

@@ -1,10 +1,9 @@
 """A job made ready to train: the model in its engine, the run folder, the MLflow run."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from certizoo.documents import yaml_of
@@ -22,13 +21,13 @@ from trainers.job.job import Job
 from trainers.job.utilisation import meter
 from trainers.steps.penalties import Penalty, penalties_on
 from trainers.steps.report import Report
-from trainers.steps.sinks import SINKS
+from trainers.steps.sinks import callbacks_of
 from zoo.layers.cap import caps_still, settle_caps_
 
 
 @dataclass(frozen=True)
 class Run:
-    """A job with its engine, its report and its penalties."""
+    """A job with its engine, its report, its penalties and a frozen teacher, which no checkpoint contains."""
 
     job: Job
     engine: Engine
@@ -36,6 +35,7 @@ class Run:
     steps_per_epoch: int
     total_steps: int
     penalties: dict[str, Penalty]
+    teacher: nn.Module | None = None
 
     def penalties_at(self, progress: float) -> dict[str, Tensor]:
         """Return the penalties on weights by name when a share `progress` of the training is done."""
@@ -88,9 +88,10 @@ def assemble(job: Job, world: World) -> Run:
         start = Saved(checkpoint.tag(0), Position(), world.size, job.fingerprint)
         write_whole(job.run_dir / checkpoint.STARTED, start.mark())
         tracker = open_tracker(job)
-    sinks = [partial(SINKS[name], job) for name in job.train.log_to if world.rank == 0]
-    report = Report(job.run_dir, job.total_steps, world.rank == 0, meter(job, world.size), tracker, sinks)
-    return Run(job, built, report, job.steps_per_epoch, job.total_steps, penalties)
+    callbacks = None if world.rank else callbacks_of(job)
+    report = Report(job.run_dir, job.total_steps, world.rank == 0, meter(job, world.size), tracker, callbacks)
+    teacher = job.teacher.load().to(world.device) if job.teacher else None
+    return Run(job, built, report, job.steps_per_epoch, job.total_steps, penalties, teacher)
 
 
 def open_tracker(job: Job) -> Tracker | None:

@@ -4,25 +4,24 @@ Both are extras, imported where a run asks for them. What a resumed run repeats 
 In Weights & Biases every start of a run is a run of its own, in the group of the run's name; WANDB_MODE=offline works.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from certizoo import UserError
 from certizoo.registry import credentials
+from trainers.callbacks import CALLBACKS, Callback, Callbacks, Make, Metrics
 from trainers.job.job import Job
 
 FOLDER = "tensorboard"  # in the run folder
 
 
-class Sink(Protocol):
-    """A place for rows."""
+class Sink(Callback):
+    """A place for rows of both kinds."""
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def on_epoch(self, step: int, epoch: int, metrics: Metrics) -> None:
+        self.on_step(step, metrics)
 
-    def close(self, status: str) -> None: ...
 
-
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files in run_dir/tensorboard."""
 
     def __init__(self, job: Job, first_step: int) -> None:
@@ -31,15 +30,15 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(job.run_dir / FOLDER), purge_step=first_step + 1)
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self, status: str) -> None:
+    def on_end(self, status: str) -> None:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """A run of the project registry.experiment; its files are in WANDB_DIR."""
 
     def __init__(self, job: Job, first_step: int) -> None:
@@ -50,16 +49,19 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(project=project, name=name, group=name, config=config)
         except Exception as error:  # of its own classes: no key, no server
-            raise UserError(
-                f"train.log_to: Weights & Biases: {' '.join(str(error).split())[:200]}; run `wandb login`, or set "
-                "WANDB_MODE=offline"
-            ) from None
+            raise UserError(f"{error}; run `wandb login`, or set WANDB_MODE=offline") from None
 
-    def row(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self, status: str) -> None:
+    def on_end(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
-SINKS: dict[str, Callable[[Job, int], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+SINKS: dict[str, Make] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+def callbacks_of(job: Job) -> Callbacks:
+    """Return those of train.log_to and train.callbacks. MLflow has its own door, the report's tracker."""
+    sinks = {f"train.log_to={name}": SINKS[name] for name in job.train.log_to if name in SINKS}
+    return Callbacks(job, sinks | {f"train.callbacks={name}": CALLBACKS[name] for name in job.train.callbacks})

@@ -3,6 +3,7 @@
     for every micro-batch (of which only the last advances the power iteration of capped layers)
         mixed_batch          Mixup and CutMix                                       techniques/mix.py
         embedded             numbers of words become embeddings (text)              sentences.py
+        taught               a teacher's soft targets for this batch                techniques/distill.py
         sharpness            SAM: until the gradient is computed, weights are w + e techniques/sam.py
         OBJECTIVES[name]     the loss; its attack sees the bare module, masked      objectives/, techniques/masks.py
         with_penalties       MSVP and hinge, with the last micro-batch              penalties.py
@@ -20,6 +21,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from trainers.objectives import OBJECTIVES, Probe, Terms
 from trainers.seeds import seed_of
 from trainers.steps.run import Run
 from trainers.steps.sentences import embedded
+from trainers.techniques.distill import distilled
 from trainers.techniques.masks import masked
 from trainers.techniques.mix import mixed
 from trainers.techniques.sam import ascended
@@ -59,6 +62,7 @@ def train_step(run: Run, batches: Iterator[Batch], step: int, lr: float) -> dict
         last = index == count - 1
         batch = mixed_batch(run, next(batches), step, index)
         probe, batch = embedded(of_step, core.module, batch)
+        probe = taught(run, probe, batch)
         with sharpness(run, probe, batch):
             with nullcontext() if last else caps_still(core.module):
                 terms = OBJECTIVES[run.job.objective.name](probe, *batch)
@@ -108,6 +112,15 @@ def mixed_batch(run: Run, batch: Batch, step: int, index: int) -> Batch:
     """Apply Mixup and CutMix as configured. The draws are those of (seed, step, rank, micro-batch)."""
     seed = seed_of(run.job.seed, "mix", step, run.world.rank, index)
     return mixed(run.job.mix, *batch, run.job.data.num_classes, seed)
+
+
+def taught(run: Run, probe: Probe, batch: Batch) -> Probe:
+    """Mix the soft targets of the teacher, if there is one, into the probe's cross-entropy."""
+    if run.teacher is None:
+        return probe
+    with run.engine.precision(), torch.no_grad():
+        teacher_BK: Tensor = run.teacher(batch[0])
+    return replace(probe, taught=partial(distilled, run.job.distill, teacher_BK))
 
 
 def sharpness(run: Run, probe: Probe, batch: Batch) -> AbstractContextManager[None]:

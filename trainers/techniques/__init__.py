@@ -1,1 +1,1 @@
-"""Additions to any objective: attack masks, mixed labels, SAM."""
+"""Additions to any objective: attack masks, mixed labels, distillation, SAM."""

@@ -67,6 +67,25 @@ def test_download_is_byte_equal_and_leaves_pickles_out(issue: Publish, tmp_path:
         assert all((got / name).read_bytes() == (folder / name).read_bytes() for name in names)
 
 
+def test_a_download_whose_place_another_process_filled_meanwhile_is_that(
+    issue: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of a training fetch their teacher at once."""
+    import mlflow.artifacts
+
+    issue(handover(tmp_path / "a"))
+    fetch = mlflow.artifacts.download_artifacts
+
+    def slower(*arguments: Any, **how: Any) -> str:
+        got = fetch(*arguments, **how)
+        monkeypatch.setattr(mlflow.artifacts, "download_artifacts", fetch)
+        assert browse.download("tiny/1").is_dir()
+        return str(got)
+
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", slower)
+    assert (browse.download("tiny/1") / "model.safetensors").is_file()
+
+
 def test_mlflow_itself_can_load_a_version_without_pickle(
     issue: Publish, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,10 @@ def cases(tiny: list[str]) -> dict[str, list[str]]:
     }
     mixing = ["mix.mixup=0.8", "mix.cutmix=1.0", "train.label_smoothing=0.1"]
     found |= {f"{name}-mixed": [*tiny, f"objective={name}", *mixing] for name in ("clean", "pgd_at", "trades")}
+    taught = ["distill.teacher=teacher", "distill.temperature=2"]
+    found |= {f"{name}-taught": [*tiny, f"objective={name}", *taught] for name in ("clean", "pgd_at", "trades")}
+    found |= {f"clean-taught-zero{stage}": [*found["clean-taught"], f"deepspeed=zero{stage}"] for stage in (0, 3)}
+    found["trades-unheard"] = [*found["trades-taught"], "distill.alpha=0"]
     found["pgd_at-masked"] = [*tiny, "masks.ard=true", "masks.prm=true"]
     found["pgd_at-sam-mixed-masked"] = [*found["pgd_at-masked"], "train.sam_rho=0.05", *mixing]
     return found

@@ -23,6 +23,7 @@ from trainers.entry import launcher_argv
 from trainers.job.checkpoint import Position, Saved, tag
 from trainers.job.job import Job
 from trainers.job.prepare import prepare
+from trainers.job.teacher import find_teacher
 
 HALF, LR = 2, 0.05
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -31,10 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero0-muon": {"stage": 0, "optimizer": "muon"},
     **{f"zero{stage}-bf16": {"stage": stage, "precision": "bf16"} for stage in (1, 2, 3)},
     **{f"zero{stage}-offloaded": {"stage": stage, "offload": True} for stage in (1, 3)},
+    **{f"zero{stage}-bf16-taught": {"stage": stage, "precision": "bf16", "teacher": True} for stage in (2, 3)},
 }
 
 # Each stage, and each variant with code of its own.
-QUICK = ("zero0", "zero0-muon", "zero1-sgd", "zero2-bf16", "zero3", "zero3-offloaded")
+QUICK = ("zero0", "zero0-muon", "zero1-sgd", "zero2-bf16", "zero3", "zero3-bf16-taught", "zero3-offloaded")
 CHOICES = {"quick": QUICK, "rest": tuple(name for name in VARIANTS if name not in QUICK)}
 
 
@@ -48,6 +50,7 @@ def of(job: Job, name: str, cut: dict[str, Any]) -> Job:
             job.deepspeed, **zero, persistent_below=40
         ),  # at stage 3 some weights stay whole and some are cut
         optimizer=replace(job.optimizer, name=cut.get("optimizer", "adamw")),
+        teacher=find_teacher("teacher", None) if cut.get("teacher") else None,
     )
 
 

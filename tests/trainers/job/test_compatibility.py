@@ -18,6 +18,7 @@ from certizoo import UserError
 from certizoo.config.compose import compose_config
 from tests.tools.cases import mostly_slow
 from tests.tools.launching import ROOT, TINY
+from tests.tools.teachers import save_teacher
 from tests.tools.workers.objectives import CONV
 from trainers import entry
 from trainers.certvit import run as certvit
@@ -58,6 +59,17 @@ CASES: dict[str, list[Case]] = {
         ),
         ("adv_train", [*CONV, "objective=gloro", "mix.cutmix=1"], "objective=clean"),
     ],
+    "a_teacher_suits_the_objective": [
+        ("adv_train", [*TINY, "objective=mart", "distill.teacher=teacher"], "use objective=clean|pgd_at|trades"),
+    ],
+    "the_teacher_takes_the_data": [
+        ("adv_train", [*TINY, "distill.teacher=cert_vit_c10"], "distill.teacher=cert_vit_c10: data.img_size is 8"),
+        (
+            "adv_train",
+            [*TINY, "distill.teacher=wide"],
+            "teacher=wide: data.num_classes is 10, but dp_vit_ti has 7",
+        ),
+    ],
     "an_attack_on_probabilities_climbs_their_cross_entropy": [
         ("adv_train", [*TINY, "objective=trades", "attack.loss=margin"], "attack.loss=ce"),
         ("adv_train", [*TINY, "mix.mixup=1", "attack.loss=margin"], "attack.loss=ce"),
@@ -74,6 +86,8 @@ CASES: dict[str, list[Case]] = {
             "certify.attack.loss=attention: ConvNet",
         ),
     ],
+    "callbacks_exist": [("adv_train", [*TINY, "train.callbacks=[nope]"], "train.callbacks=nope does not exist")],
+    "rows_for_mlflow_are_sent": [("adv_train", [*TINY, "train.log_to=[mlflow]"], "set registry.enabled=true")],
     "tags_are_not_reserved": [
         ("adv_train", [*TINY, "registry.tags={clean_acc:1.0}"], "clean_acc is reserved"),
         ("adv_train", [*TINY, "registry.tags={certified_acc.0.1:1.0}"], "certified_acc.0.1 is reserved"),
@@ -130,7 +144,7 @@ CASES: dict[str, list[Case]] = {
     "text_has_its_objectives": [
         ("adv_train", [*TEXT, "objective=trades"], "objective=trades is not for text"),
         ("adv_train", [*TEXT, "deepspeed=zero3"], "use deepspeed=zero2 for text"),
-        ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0 or false for text"),
+        ("adv_train", [*TEXT, "train.grad_checkpointing=true"], "set them to 0, false or null for text"),
     ],
     "lipschitz_objectives_suit_the_model": [("adv_train", [*TINY, "objective=gloro"], "use a model conv_")],
     "recomputing_finds_blocks": [("adv_train", [*CONV, "train.grad_checkpointing=true"], "recomputes blocks")],
@@ -167,6 +181,8 @@ FIRST = [(rule, *cases[0]) for rule, cases in CASES.items()]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipe")
     certizoo.shards.__main__.main(["digits", str(folder / "data" / "digits")])
+    save_teacher(folder / "teacher")
+    save_teacher(folder / "wide", num_classes=7)
     for split in ("train", "test"):
         (folder / "s.tsv").write_text("sentence\tlabel\na fine film\t1\na dull one\t0\n")
         words = ["text", str(folder / "s.tsv"), str(folder / "data" / "sst2"), "--name=sst2", f"--split={split}"]

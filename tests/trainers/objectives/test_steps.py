@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.tools.launching import ROOT, TINY, run_ranks
+from tests.tools.teachers import save_teacher
 from tests.tools.workers.objectives import cases
 from trainers.objectives import OBJECTIVES
 
@@ -18,6 +19,7 @@ EXACT = ("+model.drop_path_rate=0", "penalty=none", "optimizer=sgd", "optimizer.
 def found(folder: Path) -> dict[str, Any]:
     replaced = ("+model.drop_path_rate", "penalty", "train.batch_size", "optimizer")
     tiny = [override for override in TINY if not override.startswith(replaced)]
+    save_teacher(folder / "teacher")
     worker = ROOT / "tests" / "tools" / "workers" / "objectives.py"
     run_ranks(worker, *tiny, *EXACT, str(folder / "out.json"), cwd=folder)
     return dict(json.loads((folder / "out.json").read_text()))
@@ -50,6 +52,18 @@ def test_sharpness_aware_steps_are_those_of_one_plain_process(found: dict[str, A
 def test_a_run_that_compiles_nothing_does_not_wait_for_a_compiler(found: dict[str, Any]) -> None:
     """DeepSpeed would load one in 2 s (`trainers.engine.engine.uncompiled`)."""
     assert not found["loaded inductor"]
+
+
+@pytest.mark.slow
+def test_a_teacher_without_weight_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["trades-unheard"]["terms"] == found["trades"]["terms"]
+    assert found["trades-taught"]["terms"][0]["loss"] != found["trades"]["terms"][0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_teacher_is_heard_alike_at_every_zero_stage(found: dict[str, Any]) -> None:
+    losses = [found[f"clean-taught{stage}"]["terms"][1]["loss"] for stage in ("", "-zero0", "-zero3")]
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from certizoo import UserError
+from certizoo.config.compose import compose_config
 from tests.tools.launching import ROOT, TINY, environment, rows
+from trainers.callbacks import Callbacks
+from trainers.job.prepare import prepare
+from trainers.job.stages import stage
 from trainers.settings import TrainKeys
 from trainers.steps.report import Report
-from trainers.steps.sinks import FOLDER, TensorBoard
+from trainers.steps.sinks import FOLDER, TensorBoard, callbacks_of
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
@@ -30,7 +33,8 @@ def test_tensorboard_has_every_row_once_after_a_resume(tmp_path: Path) -> None:
     """The resumed run repeats step 3, with another value."""
     job: Any = SimpleNamespace(run_dir=tmp_path)
     for first, steps, scale in ((0, range(1, 5), 1.0), (2, range(3, 7), 10.0)):
-        with Report(tmp_path, 6, enabled=True, sinks=[partial(TensorBoard, job)]).shown(first) as report:
+        callbacks = Callbacks(job, {"tensorboard": TensorBoard})
+        with Report(tmp_path, 6, enabled=True, callbacks=callbacks).shown(first) as report:
             for step in steps:
                 report.row(step, 0, {"loss": scale * step})
     assert scalars(tmp_path / FOLDER, "loss") == {1: 1.0, 2: 2.0, 3: 30.0, 4: 40.0, 5: 50.0, 6: 60.0}
@@ -40,8 +44,23 @@ def test_a_library_that_is_absent_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train.log_to: wandb is not installed; pip install 'certizoo\[log\]'"):
         TrainKeys(epochs=1, log_to=("wandb",))
-    with pytest.raises(UserError, match="give a list of one of tensorboard, wandb"):
-        TrainKeys(epochs=1, log_to=("mlflow",))  # which registry.enabled decides
+    with pytest.raises(UserError, match="give a list of one of mlflow, tensorboard, wandb"):
+        TrainKeys(epochs=1, log_to=("comet",))
+
+
+def test_the_issues_own_list_is_taken_where_mlflow_is_on(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow has its own door: naming it adds nothing, and certvit's inner stages are not sent there."""
+    monkeypatch.chdir(tmp_path)
+    words = [*TINY, f"data.root={digits}", "name=told", "registry.enabled=true", "train.log_to=[mlflow,tensorboard]"]
+    job = prepare(compose_config("adv_train", words))
+    assert job.train.log_to == ("mlflow", "tensorboard")
+    callbacks = callbacks_of(job)
+    callbacks.begin(0)
+    assert list(callbacks._open) == ["train.log_to=tensorboard"]
+    callbacks.end("FINISHED")
+    assert stage(job.config, "adapt", 1)["train"]["log_to"] == ["tensorboard"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from certizoo.attacks import AttackConfig
 from tests.tools.trained import Alone
 from trainers.objectives import Probe
 from trainers.settings import MasksConfig, ObjectiveConfig
-from trainers.steps.monitor import evaluate
+from trainers.steps.monitor import by_class, evaluate
 from trainers.steps.step import make_probe, sharpness
 
 
@@ -72,12 +72,22 @@ def test_the_monitors_attack_starts_where_the_key_says(cut: list[int]) -> None:
     found = evaluate(nn.Flatten(), batches, attack, 0, world, 100)
     assert found["eval_images"] == 8
     assert found["worst_class_clean_acc"] <= found["clean_acc"]
+    assert not any("/" in key for key in found), "100 classes are too many for columns"
     again: list[float] = []
     for key, images_BCHW, label in zip(batches[0][0], images, range(cut[0]), strict=False):
         evaluate(nn.Flatten(), [([key], images_BCHW[None], torch.tensor([label]))], attack, 0, world, 100)
         again.append(starts[label])
     assert len(set(starts.values())) == 9
     assert again == [starts[i] for i in range(cut[0])]
+
+
+def test_accuracies_of_few_classes_are_columns() -> None:
+    counts = torch.tensor([[4.0, 0.0, 2.0], [3.0, 0.0, 2.0], [1.0, 0.0, 0.0]])
+    assert by_class(counts) == {
+        "worst_class_clean_acc": 0.75, "worst_class_pgd_acc": 0.0,
+        "class_clean_acc/0": 0.75, "class_clean_acc/2": 1.0, "class_pgd_acc/0": 0.25, "class_pgd_acc/2": 0.0,
+    }  # fmt: skip
+    assert set(by_class(torch.ones(3, 21))) == {"worst_class_clean_acc", "worst_class_pgd_acc"}
 
 
 @pytest.mark.parametrize(("warmup", "lengths"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 0.5, 1, 1])])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.tools.checkpoints import whole
 from tests.tools.launching import ROOT, TINY, run_ranks
+from tests.tools.teachers import save_teacher
 from tests.tools.workers.resume import CHOICES, HALF
 from trainers.job import checkpoint
 
@@ -41,6 +42,7 @@ def launched(folder: Path) -> Callable[[str], Found]:
     def of(which: str) -> Found:
         small = [override for override in TINY if not override.startswith("train.batch_size")]
         out = folder / f"{which}.json"
+        save_teacher(folder / "teacher")
         command = (*small, CAPS, "train.batch_size=16", f"name={which}", which, str(out))
         run_ranks(WORKER, *command, cwd=folder)
         facts = dict(json.loads(out.read_text()))
