@@ -167,7 +167,7 @@ def run(asked: Search, resume: bool) -> int:
             )
             with board:
                 driver.run(asked, driver.Surroundings(credentials.environment(uri), uuid.uuid4().hex), board, resume)
-    waiting = server.send_what_waits(asked.folder / "trials", store.resolve_uri())
+    waiting = server.settle(asked, store.resolve_uri())
     with disk_errors(f"free some space there; `python tune.py --resume {asked.name}` writes it again"):
         page = closing.write(asked, board)
     if not board.console.is_terminal:  # on a terminal the live table is already there

@@ -10,6 +10,7 @@ STORAGE and STORE are set by `--storage`.
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class Search:
         wait: start the search even if no node can run a trial yet.
         store: URL of an object store for checkpoints and finished trials, or ''. With it, `storage` is a local folder
             of each node.
+        id: tells this search from others with its name, in a registry that they share.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Search:
     wait: bool = False
     store: str = ""
     space_content: Mapping[str, Any] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
         """Keep the space as it is now: the file may be edited before the search is resumed."""
@@ -118,7 +121,7 @@ class Search:
         environment (`certizoo/registry/credentials.py`).
         """
         values = self.parameters.values(point)
-        tags = {"space": self.space, "search": self.name, "trial": f"{self.name}/{trial}"}
+        tags = {"space": self.space, "search": self.name, "search_id": self.id, "trial": f"{self.name}/{trial}"}
         tags |= {f"param.{key}": str(value) for key, value in values.items()}
         return [
             *self.overrides,

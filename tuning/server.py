@@ -19,6 +19,7 @@ from certizoo.ports import free_port
 from certizoo.processes import end_group
 from certizoo.registry import publish, run_folder, runs, store
 from tuning.guard import end_with_parent
+from tuning.search import Search
 from tuning.trial import PATIENCE_SECONDS
 
 HOW = (
@@ -78,17 +79,20 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
     raise UserError(f"the MLflow server for this search did not start; see {log}, or set MLFLOW_TRACKING_URI")
 
 
-def send_what_waits(trials: Path, uri: str) -> list[Path]:
+def settle(search: Search, uri: str) -> list[Path]:
     """Send to `uri` what trials kept while the registry did not answer; return the run folders that still wait.
 
-    The run folders name the server of this search, which has ended: `uri` is the store behind it.
+    Then every trial has one version. The run folders name the server of this search, which has ended: `uri` is the
+    store behind it.
     """
     left = []
-    for run_dir in run_folder.below(trials):
+    for run_dir in run_folder.below(search.folder / "trials"):
         try:
             if runs.waiting(run_dir):
                 runs.sync(run_dir, uri)
             publish.sync(run_dir, uri)
         except store.Away:
             left.append(run_dir)
+    with suppress(store.Away):
+        publish.keep_one_a_trial(search.id, uri)
     return left

@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 LOCK = ".publish.lock"
 DIGEST = manifest.DIGEST  # tag: with the run's id, it identifies a version
 TRIAL = "trial"  # tag: a trial of a search has one version, however often it was restarted and sent
+SEARCH = "search_id"  # tag: searches on other machines, or of other days, may have the same name
 MAX_DESCRIPTION = 5000  # characters, the width of MLflow's column
 MAX_CARD = 10**6
 
@@ -139,6 +141,23 @@ def sync(run_dir: Path, uri: str | None = None) -> Published | None:
         return _finish(request, run_dir, target)
 
 
+def keep_one_a_trial(search: str, uri: str) -> None:
+    """Delete all but the first version of every trial of a search that has ended.
+
+    A second one is left by a worker that is killed after it has registered a version, while the next one does the same.
+    """
+    store.use_defaults()
+    of_trial = defaultdict[tuple[str, str | None], list["ModelVersion"]](list)
+    with store.one_line(uri):
+        client = store.connect(uri)
+        query = store.query(equal={SEARCH: search})
+        for version in store.every(client.search_model_versions, filter_string=query):
+            if version.tags.get(SEARCH) == search:
+                of_trial[version.name, version.tags.get(TRIAL)].append(version)
+        for made in of_trial.values():
+            _first(client, made)
+
+
 def waiting(run_dir: Path) -> Request | None:
     """Return the request that waits in a run folder, which may come from someone else.
 
@@ -243,16 +262,22 @@ def _find(client: "MlflowClient", request: Request, run_id: str, digest: str) ->
     stays and the others are deleted.
     """
     if TRIAL in request.tags:
-        own = {TRIAL: request.tags[TRIAL]}
+        own = {tag: request.tags[tag] for tag in (TRIAL, SEARCH) if tag in request.tags}
         query = store.query(request.name, own)
     else:
         own = {DIGEST: digest}
         query = store.query(request.name, {}, f"run_id = '{run_id}'")
     versions = store.every(client.search_model_versions, filter_string=query)
-    made = sorted((v for v in versions if own.items() <= v.tags.items()), key=lambda v: int(v.version))
-    for other in made[1:]:
+    made = [v for v in versions if own.items() <= v.tags.items()]
+    return _first(client, made) if made else None
+
+
+def _first(client: "MlflowClient", made: Sequence["ModelVersion"]) -> "ModelVersion":
+    """Return the first of some versions of one model, and delete the others."""
+    first, *others = sorted(made, key=lambda version: int(version.version))
+    for other in others:
         _delete(client, other)
-    return made[0] if made else None
+    return first
 
 
 def _delete(client: "MlflowClient", version: "ModelVersion") -> None:

@@ -14,7 +14,7 @@ from certizoo.text import plain
 NAMES = ("name", "version", "alias")
 FACTS = ("dataset", "attention", "penalty", "method", "clean_acc")
 OWN = ("certificate_sha256", "files_sha256", "code_sha256", "weights_sha256", "certizoo", "git_commit", "trial",
-       "search")  # always different, and not results  # fmt: skip
+       "search", "search_id")  # always different, and not results  # fmt: skip
 MAX_CARD = 5000
 
 

@@ -165,6 +165,31 @@ def test_the_same_certificate_is_published_once(issue: Publish, uri: str, tmp_pa
     assert issue(folder).version == "2"
 
 
+def test_trials_of_two_searches_of_one_name_have_versions_of_their_own(issue: Publish, tmp_path: Path) -> None:
+    """Two people may choose one name, and a search may begin again after its folder was removed."""
+
+    def sent(run: str, search: str) -> str | None:
+        return issue(handover(tmp_path / run), tags={"trial": "mine/0001", "search_id": search}).version
+
+    assert [sent("first", "11"), sent("other", "22"), sent("again", "11")] == ["1", "2", "1"]
+
+
+def test_a_search_that_has_ended_leaves_one_version_a_trial(
+    issue: Publish, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(run: str, trial: str, search: str) -> None:
+        issue(handover(tmp_path / run), tags={"trial": trial, "search_id": search})
+
+    for run, trial, search in (("a", "s/1", "11"), ("b", "s/2", "11"), ("c", "s/1", "22")):
+        send(run, trial, search)
+    with monkeypatch.context() as killed:  # a worker that does not look for other versions after its own
+        killed.setattr(publishing, "_find", lambda *_: None)
+        send("d", "s/1", "11")
+    assert [version.version for version in browse.versions("tiny")] == ["4", "3", "2", "1"]
+    publishing.keep_one_a_trial("11", uri)
+    assert [version.version for version in browse.versions("tiny")] == ["3", "2", "1"]
+
+
 def test_unknown_names_list_what_exists(issue: Publish, uri: str, tmp_path: Path) -> None:
     store.database(uri).unlink()
     with pytest.raises(UserError, match="no registry at"):
