@@ -44,20 +44,22 @@ def show(args: argparse.Namespace) -> None:
     """Print options, layers and rules of one model."""
     overrides = _overrides(args.set)
     row = overview.summarize(args.name, **overrides)
+    said = model_options(args.name, **overrides)
+    backbone = f"{said['backbone']}{' with gated positions' if said.get('gpsa_layers') else ''}"
     options = Table("option", "value")
-    for key, value in model_options(args.name, **overrides).items():
+    for key, value in said.items():
         options.add_row(key, str(value))
     console = _console()
     tokens = "" if row.tokens is None else f", {row.tokens} tokens"
     size = f"{row.parameters:,} parameters, {row.macs / 1e9:.3g} GMACs for one image"
-    console.print(f"{row.name}: {row.attention} attention, {row.backbone}, {size}{tokens}", highlight=False)
+    console.print(f"{row.name}: {row.attention} attention, {backbone}, {size}{tokens}", highlight=False)
     console.print(options)
     console.print(overview.layer_tree(args.name, **overrides), markup=False)
     console.print(overview.rule_table(args.name, **overrides))
     for method, reason in (("lofast", row.lofast), ("adjoint", row.adjoint)):
         console.print(f"{method}: {f'no: {reason}' if reason else 'yes'}", markup=False, soft_wrap=True)
-    said = entries()[args.name].words() if args.name in entries() else "none published"
-    console.print(f"weights: {said}", markup=False, soft_wrap=True, highlight=False)
+    weights = entries()[args.name].words() if args.name in entries() else "none published"
+    console.print(f"weights: {weights}", markup=False, soft_wrap=True, highlight=False)
 
 
 def import_weights(args: argparse.Namespace) -> None:

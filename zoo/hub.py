@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from timm.models._hub import save_config_for_hf
 
 from certizoo import UserError, __version__
@@ -45,7 +45,9 @@ def push(name: str, place: str) -> str:
                 repo_id=repository, folder_path=folder, commit_message=f"{name}, certified by CertiZoo {__version__}"
             )
         except (HTTPError, OSError, ValueError) as error:
-            raise UserError(f"{place} could not be written ({_reason(error)}); {LOGIN}") from None
+            silent = isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError)
+            fix = f"{api.endpoint} cannot be reached; check the network and HF_ENDPOINT" if silent else LOGIN
+            raise UserError(f"{place} could not be written ({_reason(error)}); {fix}") from None
     return f"{place}@{done.oid}/{table.WEIGHTS}#sha256={said.sha256}"
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from certify.rows.intervals import NAMES, eps_words, interval, percent
 from certify.rows.records import write_png
-from certify.rows.summary import Summary, norm_of
+from certify.rows.summary import Summary, counted, norm_of
 from certizoo.text import code, markdown, plain
 
 COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
@@ -17,7 +17,7 @@ COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s
 
 def table(summary: Summary) -> Table:
     """Return the final table of a run, for the terminal; the intervals are in the card."""
-    title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, {summary['protocol']}"
+    title = f"{summary['model']['name']} on {counted(summary)}, {summary['protocol']}"
     made = Table(title=Text(plain(title)))
     for i, column in enumerate(COLUMNS):
         made.add_column(column, justify="left" if i < 2 else "right")

@@ -42,7 +42,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "sound": TEXT,
 }
 AS_SERVED, EXACT = "as served", "exact"
-SOUND = (AS_SERVED, EXACT, "rounding uncounted", "norms estimated", "no")  # how far a certificate is proved
+SOUND = (AS_SERVED, EXACT, "rounding uncounted", "norms estimated", "no", "unknown")  # how far a certificate is proved
 # may be missing. served_dtype: type in which the certified model is served; null: its float64 function
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "failure_probability": NUMBER,

@@ -164,17 +164,16 @@ def _command(summary: Summary) -> str:
 
 
 def _soundness(summaries: Sequence[Summary]) -> str:
-    known = [chance for chance in map(_chance_of_an_image, summaries) if chance is not None]
-    chance = f"; a radius fails with a probability of at most {at_most(max(known))}" if known else ""
-    if (together := failure_of(summaries)) is not None:
-        chance += f", any of them all with one of at most {at_most(together)}"
     served = served_in(summaries[0])
-    of = (
-        f"of the model as served in {served}, rounding included"
-        if served
-        else "of the served weights in exact arithmetic"
-    )
-    return f"proved {of}{chance}; no certified image fell to the attack beside it"
+    of = f"model as served in {served}, rounding included" if served else "served weights in exact arithmetic"
+    found = [f"Proved for the {of}."]
+    known = [chance for chance in map(_chance_of_an_image, summaries) if chance is not None]
+    if known:
+        one = f"Each radius is wrong with a probability of at most {at_most(max(known))}"
+        together = failure_of(summaries)
+        rest = "" if together is None else f", and at least one radius of the table with at most {at_most(together)}"
+        found.append(f"{one}{rest}.")
+    return " ".join([*found, "No attack succeeded within a certified radius."])
 
 
 def failure_of(summaries: Sequence[Summary]) -> float | None:

@@ -6,7 +6,7 @@ Their keys are those of configs/image.yaml and configs/serve.yaml.
 import csv
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,10 @@ class ServeKeys(Subject, Asked, Place):
 
 
 def image(config: Config) -> None:
-    """Answer every photograph in words, and with out=FOLDER also as a picture and a row of OUT/images.csv."""
+    """Answer every photograph in words, and with out=FOLDER also as a picture and a row of OUT/images.csv.
+
+    Before a slow method, a quick one answers, in words and as a picture.
+    """
     config = typed_values(ImageKeys, config)
     files: Sequence[str] = config["files"]
     if not files:
@@ -46,16 +49,23 @@ def image(config: Config) -> None:
     out = Path(config["out"]) if config["out"] else None
     predict = Predictor(handover_of(config), settings_of(Asked, config), out or Path())
     console = Console(highlight=False, markup=False)
-    answers = []
-    for name in files:
-        answers.append(predict(photo.read(_file(name), predict.channels, predict.size)))
-        console.print(answers[-1].words(), markup=False, soft_wrap=True)
+    answers = dict[int, Answer]()
+    try:
+        for number, name in enumerate(files):
+            for answer in predict.answers(photo.read(_file(name), predict.channels, predict.size)):
+                answers[number] = answer
+                console.print(answer.words(), markup=False, soft_wrap=True)
+                if out is not None:
+                    with disk_errors("make room, or choose another folder: out=FOLDER"):
+                        _write(answers, number, out)
+                if answer.method != predict.method:
+                    console.print(f"{predict.method} may prove more and takes longer; Ctrl-C keeps this answer.")
+    except KeyboardInterrupt:
+        raise UserError("stopped; the answers above are valid") from None
     if out is not None:
-        with disk_errors("make room, or choose another folder: out=FOLDER"):
-            _write(answers, out)
         console.print(f"pictures and {TABLE} in {out}", markup=False, soft_wrap=True)
     elif len(answers) > 1:
-        _table(answers, sys.stdout)
+        _table(answers.values(), sys.stdout)
 
 
 def serve(config: Config) -> None:
@@ -73,17 +83,18 @@ def _file(name: str) -> Path:
     return path if path.exists() else sample_of(name) or path
 
 
-def _write(answers: Sequence[Answer], out: Path) -> None:
+def _write(answers: Mapping[int, Answer], number: int, out: Path) -> None:
+    """Write the picture of a photograph, and the table of all so far."""
     out.mkdir(parents=True, exist_ok=True)
-    for number, answer in enumerate(answers):
-        stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(answer.photo.name).stem)[:80]
-        with whole_file(out / f"{number:04d}_{stem}.png") as part:
-            part.write_bytes(picture.picture(answer))
+    stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(answers[number].photo.name).stem)[:80]
+    with whole_file(out / f"{number:04d}_{stem}.png") as part:
+        part.write_bytes(picture.picture(answers[number]))
     with whole_file(out / TABLE) as part, part.open("w", newline="") as file:
-        _table(answers, file)
+        _table(answers.values(), file)
 
 
-def _table(answers: Sequence[Answer], file) -> None:  # type: ignore[no-untyped-def]
-    writer = csv.DictWriter(file, list(answers[0].row()), lineterminator="\n")
+def _table(answers: Iterable[Answer], file) -> None:  # type: ignore[no-untyped-def]
+    rows = [answer.row() for answer in answers]
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(answer.row() for answer in answers)
+    writer.writerows(rows)

@@ -1,17 +1,20 @@
 """The answer for one photograph: the class, its margin, the proved radius, and the nearest attack that was found."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 import zoo
-from certify.api import certifier, radius_of
+from certify.api import radius_of
 from certify.evaluation.refuted import Found, refuse
 from certify.methods import named
+from certify.methods.served import certifier_of, require_served
 from certify.photos.closest_attack import closest_attack
 from certify.photos.names import names_of
 from certify.photos.photo import Photo
@@ -24,10 +27,12 @@ from certify.shared.certificate import Certifier
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.norms import distance
-from certizoo.config.schema import Ge, Le, Section, Text
+from certizoo.config.schema import Ge, Le, OneOf, Section, Text
 from zoo.bounds import lanczos
+from zoo.bounds.rule_table import NoRule
 
 HALF = {"l2": 0.5e-4, "linf": 0.5e-3 / 255}  # half of a radius's last printed digit, subtracted to round down
+QUICK, SLOW = "adjoint", ("image", "taylor", "best")  # the method that answers before a slow one does
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,22 @@ class Asked(Section):
     method: str = "auto"
     norm: str = "l2"
     nonce: Text | None = None
+    served_dtype: Annotated[str, OneOf("float32")] | None = "float32"
     steps: Annotated[int, Ge(1), Le(10_000)] = 40
     device: Device = "cpu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         known(self.norm)
+        require_served(self.served_dtype, self.method, "served_dtype")
+
+
+class Attacked(NamedTuple):
+    """The nearest image of another class that was found, its class and its distance; None, "" and None without one."""
+
+    image_CHW: Tensor | None
+    name: str
+    distance: float | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Answer:
     radius: float
     norm: str
     method: str
+    served_dtype: str | None  # None: the radius is of the float64 function
     failure: float  # probability that the radius is wrong
     attacked_CHW: Tensor | None
     attacked_name: str
@@ -77,8 +93,9 @@ class Answer:
     def words(self) -> str:
         """Return the answer in two or three sentences."""
         norm, size = NAMES[self.norm], "x".join(str(side) for side in reversed(self.photo.image_CHW.shape[1:]))
+        of = f"as served in {self.served_dtype}" if self.served_dtype else "exact arithmetic"
         proved = (
-            f"Proved ({self.method}): no change of {norm} size up to {self.proved} changes the class."
+            f"Proved ({self.method}, {of}): no change of {norm} size up to {self.proved} changes the class."
             if self.radius > 0
             else "Nothing is proved around it."
         )
@@ -116,6 +133,7 @@ class Answer:
             "radius": self.radius,
             "norm": self.norm,
             "method": self.method,
+            "served_dtype": self.served_dtype,
             "failure": self.failure,
             "attack_distance": self.distance,
             "attack_name": self.attacked_name,
@@ -140,43 +158,63 @@ class Predictor:
         self.title = f"{options['name']} ({(config.get('data') or {}).get('name', 'unknown data')})"
         self.names = names_of((config.get("data") or {}).get("name", ""), options["num_classes"])
         self.method = named(asked.method, self.model)
-        self._certifiers: dict[str, Certifier] = {}
+        self._certifiers: dict[str, Mapping[str, Certifier]] = {}
         self._nonce = asked.nonce or lanczos.new_nonce()
-        self.certifier_of(asked.norm)  # refuses a model that cannot be certified before any photograph
+        self.certifiers_of(asked.norm)  # refuses a model that cannot be certified before any photograph
 
-    def certifier_of(self, norm: str) -> Certifier:
+    def certifiers_of(self, norm: str) -> Mapping[str, Certifier]:
+        """Return the certifiers by method: that of `asked`, after a quick one if it is slow."""
         if norm not in self._certifiers:
-            self._certifiers[norm] = certifier(self.model, self.method, self._nonce, norm)
+            given = self.asked.served_dtype, self._nonce, norm
+            found = {self.method: certifier_of(self.model, self.method, *given)}
+            if self.method in SLOW:
+                with suppress(NoRule):  # no second order, as `best` does not need
+                    found = {QUICK: certifier_of(self.model, QUICK, *given)} | found
+            self._certifiers[norm] = found
         return self._certifiers[norm]
 
     def __call__(self, photo: Photo, norm: str | None = None) -> Answer:
-        """Answer a photograph. Raises UnsoundCertificate, with both images kept, if the attack is within the radius."""
+        """Return the last of the `answers`."""
+        *_, last = self.answers(photo, norm)
+        return last
+
+    def answers(self, photo: Photo, norm: str | None = None) -> Iterator[Answer]:
+        """Answer a photograph, before a slow method also by a quick one; the attack is the same.
+
+        Raises UnsoundCertificate, with both images kept, if the attack is within a radius.
+        """
         norm = known(norm or self.asked.norm)
-        prover, image_CHW = self.certifier_of(norm), photo.image_CHW.to(self.device)
-        logit_differences(self.model, prover.baked, image_CHW[None])
+        image_CHW, attacked = photo.image_CHW.to(self.device), None
         with torch.no_grad():
             label = int(self.model(image_CHW[None]).argmax(-1))
-        analysis = prover.analyse(image_CHW[None], torch.tensor([label], device=self.device))
-        radius = float(radius_of(analysis))
+        for method, prover in self.certifiers_of(norm).items():
+            logit_differences(self.model, prover.baked, image_CHW[None])
+            analysis = prover.analyse(image_CHW[None], torch.tensor([label], device=self.device))
+            radius = float(radius_of(analysis))
+            attacked = attacked or self._attacked(photo.name, image_CHW, label, radius, norm)
+            if attacked.image_CHW is not None and attacked.distance is not None and attacked.distance <= radius:
+                both = image_CHW, attacked.image_CHW
+                refuse(Found(photo.name, *both, label, "PGD", norm, attacked.distance, radius), self.refuted)
+            yield Answer(
+                photo=photo,
+                label=label,
+                name=self.names[label],
+                margin=float(analysis.clean.margin_BJ.amin(-1)),
+                radius=radius,
+                norm=norm,
+                method=method,
+                served_dtype=self.asked.served_dtype,
+                failure=analysis.failure,
+                attacked_CHW=None if attacked.image_CHW is None else attacked.image_CHW.cpu(),
+                attacked_name=attacked.name,
+                distance=attacked.distance,
+            )
+
+    def _attacked(self, name: str, image_CHW: Tensor, label: int, radius: float, norm: str) -> Attacked:
         attack = AttackConfig(norm=norm, steps=self.asked.steps, loss="margin", stop_when_fooled=True)
-        attacked_CHW = closest_attack(self.model, image_CHW, label, radius, attack, lambda: draws([photo.name])[0])
-        away, other = None, ""
-        if attacked_CHW is not None:
-            away = float(distance(attacked_CHW[None].double(), image_CHW[None].double(), norm))
-            with torch.no_grad():
-                other = self.names[int(self.model(attacked_CHW[None]).argmax(-1))]
-            if away <= radius:
-                refuse(Found(photo.name, image_CHW, attacked_CHW, label, "PGD", norm, away, radius), self.refuted)
-        return Answer(
-            photo=photo,
-            label=label,
-            name=self.names[label],
-            margin=float(analysis.clean.margin_BJ.amin(-1)),
-            radius=radius,
-            norm=norm,
-            method=self.method,
-            failure=analysis.failure,
-            attacked_CHW=None if attacked_CHW is None else attacked_CHW.cpu(),
-            attacked_name=other,
-            distance=away,
-        )
+        found_CHW = closest_attack(self.model, image_CHW, label, radius, attack, lambda: draws([name])[0])
+        if found_CHW is None:
+            return Attacked(None, "", None)
+        with torch.no_grad():
+            other = self.names[int(self.model(found_CHW[None]).argmax(-1))]
+        return Attacked(found_CHW, other, float(distance(found_CHW[None].double(), image_CHW[None].double(), norm)))

@@ -35,6 +35,12 @@ def norm_of(summary: Summary) -> str:
     return norm
 
 
+def counted(summary: Summary) -> str:
+    """Return the number of images, or of sentences, and their data set."""
+    kind = "sentences" if "vocabulary" in summary["model"] else "images"
+    return f"{summary['images']} {kind} of {summary['dataset']}"
+
+
 def model_facts(config: Summary) -> Summary:
     """Return the facts of a hand-over's model from its `config`."""
     return {

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from certify.rows.intervals import NAMES, axis_of, eps_in, percent, wilson
 from certify.rows.records import write_png
-from certify.rows.summary import Summary, norm_of
+from certify.rows.summary import Summary, counted, norm_of
 from certizoo.registry import version_tags
 from certizoo.text import plain
 from zoo import penalty
@@ -44,7 +44,7 @@ def curve(table: pd.DataFrame, method: str, norm: str, eps_grid: Sequence[float]
 
 def table(summary: Summary) -> Table:
     """Return the final table of a run, for the terminal."""
-    title = f"{summary['model']['name']} on {summary['images']} images of {summary['dataset']}, in %"
+    title = f"{summary['model']['name']} on {counted(summary)}, in %"
     made = Table(title=Text(plain(title)))
     norm = norm_of(summary)
     for column in (f"{NAMES[norm]} eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):

@@ -184,7 +184,8 @@ def existing(uri: str | None) -> str:
     store.use_defaults()
     if target.startswith(store.SQLITE) and not store.database(target).is_file():
         raise UserError(
-            f"no registry at {store.database(target)}; go to the project's folder, or set MLFLOW_TRACKING_URI"
+            f"no registry at {store.database(target)} yet; publish a model first (`make demo`), or set "
+            "MLFLOW_TRACKING_URI to that of another registry"
         )
     return target
 

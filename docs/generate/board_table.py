@@ -41,7 +41,7 @@ def command(entry: Entry) -> str:
 def _row(entry: Entry, cells: dict[str, Element | str], numbers: set[str]) -> Element:
     said = {
         "data_attention": "yes" if entry.text("attention") else "no",
-        "data_sound": "no" if entry.text("sound") in ("no", "norms estimated") else "yes",
+        "data_sound": "no" if entry.text("sound") in ("no", "norms estimated", "unknown") else "yes",
         "class_": None if entry.published else "ours",
     }
     return el(

@@ -94,6 +94,14 @@ def test_nothing_is_cited_that_cannot_be_opened() -> None:
     assert not found, "\n".join(found)
 
 
+def test_paths_of_the_workflows_exist() -> None:
+    """Words with a slash or a suffix, but for the actions of others and commands that they install."""
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        words = re.findall(r"(?:^|[\s:])((?:\.?[\w-]+/)+[\w.-]+|[\w-]+\.txt)(?=[\s,}]|$)", workflow.read_text(), re.M)
+        assert words
+        assert not [word for word in words if not (ROOT / word).exists()]
+
+
 def test_tests_that_the_errata_speak_of_exist() -> None:
     defined = {name for text in texts().values() for name in re.findall(r"^def (test_\w+)", text, re.M)}
     spoken = set(re.findall(r"`(test_\w+)`", texts()["docs/references.md"]))

@@ -110,7 +110,11 @@ def test_headings_are_in_order_and_pictures_have_words(site: Path) -> None:
 
 
 def test_every_page_leads_on(site: Path) -> None:
-    """Its foot has the next page, that of the last the one before; copies of files have no place in the order."""
+    """It ends with one to three links; its foot has the next page, and copies of files have no place in the order."""
+    for path in (ROOT / "docs").rglob("*.md"):
+        last = path.read_text().rstrip().rpartition("\n\n")[2]
+        assert last.startswith("Next: "), path
+        assert 1 <= last.count("](") <= 3, path
     for path in (path for path in pages(site) if "files" not in path.relative_to(site).parts):
         assert 'class="md-footer__link' in path.read_text(), path
 

@@ -1,4 +1,4 @@
-"""Every command and program of the how-to pages runs as it is printed, in a copy of the project."""
+"""Every command and program of the pages that readers follow runs as it is printed, in a copy of the project."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +9,12 @@ from tests.docs.standins import STANDINS
 from tests.tools.launching import ROOT
 from tests.tools.snippets import Room, Snippet, room, snippets
 
-DOCS = ROOT / "docs"
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in [*DOCS.glob("howto/*.md"), DOCS / "start.md"])
+OTHERS = ("README.md", *(f"docs/{name}.md" for name in ("explained/beside", "index", "results", "start", "usage")))
+PAGES = sorted({*OTHERS, *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/howto/*.md"))})
 
 
 def of(page: str) -> list[Snippet]:
-    return snippets(page, (DOCS / page).read_text())
+    return snippets(page, (ROOT / page).read_text())
 
 
 WITH_FAST = [page for page in PAGES if any(snippet.speed == "fast" for snippet in of(page))]

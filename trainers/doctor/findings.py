@@ -7,8 +7,8 @@
 
 The arguments are those of the `deepspeed` command; without a script they are for trainers/adv_train.py. The doctor
 raises the same errors as the script (trainers/job/prepare.py), and neither trains nor writes. Exit status: 1 if
-something needed is missing, 2 for a wrong command. The number of ranks is WORLD_SIZE, or what the launcher would start:
-one per GPU, or LOCAL_SIZE.
+something needed is missing or wrong, 2 for a wrong command. The number of ranks is WORLD_SIZE, or what the launcher
+would start: one per GPU, or LOCAL_SIZE.
 """
 
 import os
@@ -38,7 +38,6 @@ from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
 SCRIPTS = ("adv_train", "std_train", "constrain")  # each has a configuration of the same name
-MARKS = {None: Text(), True: Text("ok", "green"), False: Text("missing", "red")}
 
 
 @one_line_errors
@@ -64,7 +63,8 @@ def table(findings: Sequence[Finding]) -> Table:
     shown = Table(title="doctor", title_justify="left", show_header=False)
     for finding in findings:
         fix = f"\n{finding.fix}" if finding.fits is False and finding.fix else ""
-        shown.add_row(finding.what, Text(finding.found).append(fix, "red"), MARKS[finding.fits])
+        marks = {None: Text(), True: Text("ok", "green"), False: Text(finding.mark, "red")}
+        shown.add_row(finding.what, Text(finding.found).append(fix, "red"), marks[finding.fits])
     return shown
 
 
@@ -82,7 +82,7 @@ def configured(argv: Sequence[str]) -> list[Finding]:
     try:
         job = prepare_first(config)
     except UserError as error:
-        return [*found, Finding("configuration", str(error), False)]
+        return [*found, Finding("configuration", str(error), False, mark="wrong")]
     need = estimate(job, ranks.world_size())
     return [*found, *data(job, need), *memory(job, need, libraries), disk(job.run_dir, need.disk), *loaders(job)]
 

@@ -20,12 +20,16 @@ TRAINING = ("train", "evaluate", "registry")  # extras
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the doctor's table. `fits` is None if there is nothing to judge; `fix` is shown if it does not fit."""
+    """A line of the doctor's table.
+
+    `fits` is None if there is nothing to judge; `fix` and `mark` are shown if it does not fit.
+    """
 
     what: str
     found: str
     fits: bool | None = None
     fix: str = ""
+    mark: str = "missing"
 
 
 def machine(ranks: int) -> Iterator[Finding]:

@@ -102,7 +102,10 @@ def _check_together(options: Mapping[str, Any]) -> None:
     for name in STATISTICS:
         values = options[name]
         if values is not None and len(values) not in (1, channels):
-            raise UserError(f"{name}={_short(values)} are {len(values)} numbers for {channels} channels; give one each")
+            raise UserError(
+                f"{name}={_short(values)} has {len(values)} numbers, but in_chans is {channels}; give one a channel, "
+                f"such as {name}={[0.5] * channels}; on the command line set model.mean and model.std"
+            )
     if options["std"] is not None and min(options["std"]) <= 0:
         raise UserError(f"std={_short(options['std'])}: pixels are divided by it; give numbers above 0")
 

@@ -14,6 +14,7 @@ from certify.evaluation import run as evaluation
 from certify.photos.predict import Asked, Predictor
 from certify.rows.arguments import data_of
 from certify.stage import run as stage
+from certify.stage import tables
 from certify.stage.substitutions import COLUMN, counter, nearest
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
@@ -72,6 +73,7 @@ def test_rows_are_those_of_the_list_whatever_the_batches(handover: Path, root: P
     assert "words themselves do not change" in summary["threat_model"]["space"]
     assert "<blockquote>" in (tmp_path / "a" / stage.REPORT).read_text()
     assert summary[COLUMN] == one[COLUMN].mean()
+    assert tables.table(summary).title.plain == f"{NAME} on {len(one)} sentences of toy, in %"  # type: ignore[union-attr]
 
 
 def test_every_word_that_a_radius_covers_keeps_the_class(handover: Path) -> None:

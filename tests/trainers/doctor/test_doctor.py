@@ -53,7 +53,7 @@ def test_something_missing_is_exit_status_1(
     shown = capsys.readouterr().out
     assert "nowhere" in shown
     assert "does not answer" in shown
-    assert shown.count("missing") == 2
+    assert (shown.count("missing"), shown.count("wrong")) == (1, 1)
 
 
 def test_a_wrong_command_is_exit_status_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_a_wrong_command_is_exit_status_2(here: Path, capsys: pytest.CaptureFixt
 
 def test_a_wrong_model_is_a_finding(here: Path) -> None:
     found = doctor.configured(["+model=spec_vit_bb", "registry.enabled=false"])
-    assert [(one.what, one.fits) for one in found] == [("configuration", False)]
+    assert [(one.what, one.fits, one.mark) for one in found] == [("configuration", False, "wrong")]
     assert "no model 'spec_vit_bb'; nearest: spec_vit_b" in found[0].found
 
 
