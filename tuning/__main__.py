@@ -23,7 +23,7 @@ from certizoo.config.schema import Count, Positive, Source, Whole, argument, che
 from certizoo.errors import one_line_errors
 from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
-from certizoo.ports import require_ray
+from certizoo.ports import ray_address
 from certizoo.registry import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
@@ -145,14 +145,14 @@ def main_search(args: argparse.Namespace, defaults: dict[str, Any]) -> int:
 
 def run(asked: Search, resume: bool) -> int:
     """Run all trials and write the page at the end."""
-    require_ray()
+    address = ray_address()
     # After the checks that need no large imports: Ray takes seconds.
     from tuning import closing, driver, memory, nodes, server
     from tuning.live import Board, failures
 
     asked = search.find_data(asked)
     driver.scheduler(asked)  # refuses what pbt cannot do before anything is written
-    with driver.cluster() as machines:
+    with driver.cluster(address) as machines:
         asked, reserving = memory.reserved(asked)
         at_once = nodes.at_once(asked)
         with disk_errors("free some space there, then start again"):

@@ -54,10 +54,13 @@ class Surroundings:
 
 
 @contextmanager
-def cluster() -> Iterator[int]:
-    """Join the cluster of RAY_ADDRESS or of this machine, or start one; yield the number of nodes."""
+def cluster(address: str | None) -> Iterator[int]:
+    """Join the cluster of RAY_ADDRESS or of this machine, or start one; yield the number of nodes.
+
+    `address` is that of certizoo/ports.py.
+    """
     quiet = logging.CRITICAL  # otherwise a page of traceback for what the board prints in a line
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=quiet, ignore_reinit_error=True)
+    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=quiet, ignore_reinit_error=True)
     try:
         yield sum(node["Alive"] for node in ray.nodes())
     finally:

@@ -21,7 +21,7 @@ from certify.rows.row_schema import Row
 from certify.rows.workers import Batch, Crew, Make, Work
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
-from certizoo.ports import require_ray
+from certizoo.ports import ray_address
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default 15 gives workers only idle time
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -40,8 +40,8 @@ def by_ray(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch]) -> 
     Joins the cluster of this machine, or that of RAY_ADDRESS, or starts a new one. Raises UserError if a batch is lost
     for good, and re-raises the errors of tasks.
     """
-    require_ray()
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL, ignore_reinit_error=True)
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.CRITICAL}
+    ray.init(ray_address(), ignore_reinit_error=True, **quiet)
     try:
         files, number = ray.put(_packed(handover)), os.urandom(8).hex()
         share = {"num_cpus": 1, "num_gpus": 1 if crew.device == "cuda" else 0}
