@@ -228,7 +228,7 @@ def test_trainer_and_doctor_refuse_in_one_line_before_work(
     assert str(caught.value) == str(error)
     assert not dist.is_initialized()
     told = findings.configured([f"trainers/{script}.py", "name=refused", *overrides])
-    assert told == [findings.Finding("configuration", str(error), False)]
+    assert told == [findings.Finding("configuration", str(error), False, mark="wrong")]
     assert sorted(here.rglob("*")) == before, "nothing is written"
 
 
