@@ -1,6 +1,9 @@
 """Confidence intervals of accuracies, and numbers and radii formatted as in papers."""
 
 import math
+from collections.abc import Mapping
+
+import numpy as np
 
 NAMES = {"l2": "L2", "linf": "Linf"}  # display names of norms
 Z = 1.959963984540054  # the 97.5 % point of the normal distribution: intervals of 95 %
@@ -54,6 +57,15 @@ def axis_of(norm: str) -> tuple[float, str]:
     if norm == "linf":
         return 255.0, "Linf radius eps in 1/255 of [0,1] pixel space"
     return 1.0, f"{NAMES[norm]} radius eps in [0,1] pixel space"
+
+
+def end_of_axis(radii: np.ndarray, survived: Mapping[float, float]) -> float:
+    """Return where an axis of eps ends: beyond nearly all radii, and beyond the last eps that some image survives.
+
+    `survived` is {eps: share under attack}. A grid for robust models would leave a weak one a corner of its chart.
+    """
+    alive = [eps for eps, share in survived.items() if share > 0]
+    return 1.25 * max(min(survived), float(np.quantile(radii, 0.95)), *alive)
 
 
 def at_most(chance: float) -> str:

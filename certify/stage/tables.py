@@ -9,7 +9,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from certify.rows.intervals import NAMES, axis_of, eps_in, percent, wilson
+from certify.rows.intervals import NAMES, axis_of, end_of_axis, eps_in, percent, wilson
 from certify.rows.records import write_png
 from certify.rows.summary import Summary, counted, norm_of
 from certizoo.registry import version_tags
@@ -25,13 +25,14 @@ def curve(table: pd.DataFrame, method: str, norm: str, eps_grid: Sequence[float]
     from matplotlib import pyplot as plt
 
     radius = np.where(table["correct"], table[f"radius.{method}"], -1.0)
-    end = 1.25 * max(*eps_grid, float(np.quantile(radius, 0.95)))
+    survived = {eps: float(table[f"pgd.{eps:g}"].mean()) for eps in eps_grid}
+    end = end_of_axis(radius, survived)
     eps = np.linspace(0, end, 400)
     certified = 100 * (radius[:, None] >= eps).mean(0)
     unit, label = axis_of(norm)
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     axes.plot(unit * eps, certified, label=f"certified ({method})")
-    attacked = [100 * table[f"pgd.{e:g}"].mean() for e in eps_grid]
+    attacked = 100 * np.array(list(survived.values()))
     axes.plot(unit * np.array(eps_grid), attacked, "x", color="C3", label="attacked (PGD, upper bound)")
     axes.axhline(100 * table["correct"].mean(), color="grey", linewidth=0.8, linestyle="--", label="clean")
     axes.set(xlabel=label, ylabel="accuracy in %", xlim=(0, unit * end), ylim=(0, 100))

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from certify.rows.intervals import NAMES, axis_of, eps_in, interval, percent, radius_in, wilson
+from certify.rows.intervals import NAMES, axis_of, end_of_axis, eps_in, interval, percent, radius_in, wilson
 from certify.rows.summary import Summary, norm_of
 from certify.stage.report.charts import Axes, legend, picture
 from certify.stage.report.html import Element, el, table
@@ -54,7 +54,7 @@ def curve(summary: Summary, rows: pd.DataFrame) -> list[Element]:
     """Return the chart: certified accuracy from the radii of all images, PGD at the grid, each with its interval."""
     n, method, clean = summary["images"], summary["method"], summary["clean"]
     radius = np.where(rows["correct"], rows[f"radius.{method}"].astype(float), -1.0)
-    end = 1.25 * max(*summary["eps"], float(np.quantile(radius, 0.95)))
+    end = end_of_axis(radius, {eps: at["pgd"] for eps, at in _grid(summary)})
     eps = np.linspace(0, end, CURVE_POINTS)
     shares = (radius[:, None] >= eps).mean(0)
     band = 100 * np.array([wilson(float(share), n) for share in shares])
@@ -73,7 +73,7 @@ def curve(summary: Summary, rows: pd.DataFrame) -> list[Element]:
         el("polygon", points=axes.points([*eps, *eps[::-1]], [*band[:, 0], *band[::-1, 1]]), class_="band"),
         el("line", el("title", f"clean {percent(clean)} %"), class_="clean", **level),
         el("polyline", points=axes.points(list(eps), list(100 * shares)), class_="line"),
-        *(part for eps, at in _grid(summary) for part in _marks(axes, norm, eps, at, n)),
+        *(part for at_eps, at in _grid(summary) if at_eps <= end for part in _marks(axes, norm, at_eps, at, n)),
     )
     words = {f"certified ({method}) with its 95 % band": "certified", "after PGD": "pgd", "clean": "clean"}
     return [drawing, legend(words)]
