@@ -17,8 +17,10 @@ from certify.rows.intervals import at_most
 from certify.rows.summary import Summary, norm_of
 from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
+from zoo import penalty
 from zoo.models import overview
 
+KINDS = {"dp": "dot product", "l2": "L2", "ln": "Lipschitz-normalised", "scsa": "scaled cosine"}
 SAME = ("weights_sha256", "images", "images_sha256", "dataset", "served_dtype")  # equal for all results of one entry
 NUMERICS = (
     "float64 of the served float32 weights; weight norms verified by Cholesky with Rump's margin, Jacobian norms by "
@@ -92,12 +94,12 @@ def parameters_of(model: Mapping[str, Any]) -> int:
 
 
 def _attention(summary: Summary) -> str | None:
-    """Return the kind of attention, None for a model without."""
+    """Return the kind of attention and what was added to it, None for a model without."""
     name = str(summary["attention"])
     if name == "none":
         return None
-    kind = {"dp": "dot product", "l2": "L2"}.get(name, name)
-    return f"{kind}, gated positions" if summary["model"].get("gpsa_layers") else kind
+    gated, msvp = summary["model"].get("gpsa_layers"), penalty.name_of(summary.get("penalty", {})) == "msvp"
+    return f"{KINDS.get(name, name)}{', gated positions' if gated else ''}{', MSVP' if msvp else ''}"
 
 
 def _curves(summary: Summary) -> dict[str, dict[str, Any]]:

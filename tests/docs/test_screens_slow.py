@@ -31,6 +31,7 @@ PAGES = {
 }
 SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 KEPT = ("start", "leaderboard")
+RANKING = "document.querySelector('.ranking tbody tr')?.scrollIntoView({block: 'center'})"
 DARK = "document.body.setAttribute('data-md-color-scheme', 'slate')"  # as the button for it does
 # The number of elements that reach beyond the window, and are not in a part of the page that scrolls by itself.
 CUT = """[...document.querySelectorAll('article *')].filter((one) => {
@@ -116,7 +117,7 @@ def test_charts_take_the_colours_of_the_mode(name: str, size: str, whole: Path, 
     (file, words), (width, height) = PAGES[name], SIZES[size]
     strokes = "[...document.querySelectorAll('.chart .line')].map((line) => getComputedStyle(line).stroke).join()"
     found = []
-    for mode, script in {"light": "", "dark": DARK}.items():
+    for mode, script in {"light": RANKING, "dark": f"{DARK}, {RANKING}"}.items():
         png, (colours,) = look(devtools, (whole / file).as_uri(), words, width, height, strokes, script=script)
         found.append(colours)
         if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
