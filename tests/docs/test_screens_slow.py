@@ -122,7 +122,7 @@ def test_charts_take_the_colours_of_the_mode(name: str, size: str, whole: Path, 
         found.append(colours)
         if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
             image = Image.open(BytesIO(png)).convert("RGB")
-            image.quantize(64).save(Path(folder) / f"{name}_{size}_{mode}.png", optimize=True)
+            image.quantize(256).save(Path(folder) / f"{name}_{size}_{mode}.png", optimize=True)
     assert found[0] != found[1]
     assert all(colours.startswith("rgb(") for colours in found)
 

@@ -171,7 +171,7 @@ def test_screenshots_of_the_readme(folder: Path) -> None:
         for name, (page, words) in pages.items():
             image = Image.open(BytesIO(browser.picture(devtools, f"{url}/{page}", words, SEEN)))
             assert len(image.convert("L").getcolors() or []) > 32, "a blank page"
-            image.convert("RGB").quantize(64).save(ROOT / "docs" / f"{name}.png", optimize=True)
+            image.convert("RGB").quantize(256).save(ROOT / "docs" / f"{name}.png", optimize=True)
 
 
 def last_run(search: Path, trial: str) -> Path:

@@ -45,4 +45,4 @@ def test_a_dropped_photograph_is_answered(predict: Predictor, digit: Callable[..
             assert image.size == (width, height)
             assert len(image.getcolors(2**24) or []) > 50  # the page shows the digit and its attack
             if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
-                image.quantize(64).save(Path(folder) / f"serve_{name}_{mode}.png", optimize=True)
+                image.quantize(256).save(Path(folder) / f"serve_{name}_{mode}.png", optimize=True)

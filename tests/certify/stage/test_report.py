@@ -232,7 +232,7 @@ def test_it_fits_its_window(
             assert found[2] >= 24
             if folder := os.environ.get("CERTIZOO_SCREENSHOTS"):
                 image = Image.open(io.BytesIO(png)).convert("RGB")
-                image.quantize(64).save(Path(folder) / f"report_{name}_{mode}.png", optimize=True)
+                image.quantize(256).save(Path(folder) / f"report_{name}_{mode}.png", optimize=True)
 
 
 def test_large_images_are_shrunk() -> None:
