@@ -124,8 +124,8 @@ def of_sentences(run: Training, table: "Table") -> Figures:
 class Table:
     """A table of a paper at reduced size.
 
-    `columns` name the figures of a row, which `measure` computes on `images`; `script` is the trainer of all rows.
-    `draw` makes a picture of the rows.
+    `columns` name the figures of a row, which `measure` computes on so many `images` (`what`); `script` is the trainer
+    of all rows. `draw` makes a picture of the rows.
     """
 
     source: str
@@ -136,6 +136,7 @@ class Table:
     script: str = "adv_train"
     seeds: tuple[int, ...] = (0,)
     images: int = 1000
+    what: str = "images"
     measure: Callable[[Training, "Table"], Figures] = accuracies
 
 
@@ -251,6 +252,7 @@ TABLES = {
         script="std_train",
         seeds=SEEDS,
         images=200,
+        what="sentences",
         measure=of_sentences,
     ),
 }
@@ -357,7 +359,7 @@ def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
     counts = sorted({len(row["seeds"]) for row in rows})
     seeds = "One seed" if counts == [1] else f"Mean and standard deviation of {' or '.join(map(str, counts))} seeds"
     points = 100 * 1.96 * math.sqrt(0.25 / table.images)
-    return "\n".join([*lines, "", f"{table.images} test images: +-{points:.1f} points (95 %) at most. {seeds}.", ""])
+    return "\n".join([*lines, "", f"{table.images} test {table.what}: +-{points:.1f} points (95 %) at most. {seeds}.", ""])
 
 
 def _published(row: dict[str, Any], column: str) -> str:
