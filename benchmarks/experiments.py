@@ -359,7 +359,8 @@ def markdown(table: Table, rows: Sequence[dict[str, Any]]) -> str:
     counts = sorted({len(row["seeds"]) for row in rows})
     seeds = "One seed" if counts == [1] else f"Mean and standard deviation of {' or '.join(map(str, counts))} seeds"
     points = 100 * 1.96 * math.sqrt(0.25 / table.images)
-    return "\n".join([*lines, "", f"{table.images} test {table.what}: +-{points:.1f} points (95 %) at most. {seeds}.", ""])
+    certain = f"{table.images} test {table.what}: +-{points:.1f} points (95 %) at most"
+    return "\n".join([*lines, "", f"{certain}. {seeds}.", ""])
 
 
 def _published(row: dict[str, Any], column: str) -> str:
