@@ -147,13 +147,13 @@ def keep_one_a_trial(search: str, uri: str) -> None:
     A second one is left by a worker that is killed after it has registered a version, while the next one does the same.
     """
     store.use_defaults()
-    of_trial = defaultdict[tuple[str, str | None], list["ModelVersion"]](list)
+    of_trial = defaultdict[tuple[str, str], list["ModelVersion"]](list)
     with store.one_line(uri):
         client = store.connect(uri)
         query = store.query(equal={SEARCH: search})
         for version in store.every(client.search_model_versions, filter_string=query):
-            if version.tags.get(SEARCH) == search:
-                of_trial[version.name, version.tags.get(TRIAL)].append(version)
+            if version.tags.get(SEARCH) == search and TRIAL in version.tags:
+                of_trial[version.name, version.tags[TRIAL]].append(version)
         for made in of_trial.values():
             _first(client, made)
 
