@@ -61,6 +61,12 @@ def certifier(
     return named_certifier(model, method, nonce, norm, batch)[1]
 
 
+def captured(model: nn.Module, shape_CHW: tuple[int, int, int]) -> nn.Module | Model:
+    """Return the model, captured for images of this shape if its class has no rules. Errors as `certifier`."""
+    gray_BCHW = torch.full((1, *shape_CHW), 0.5)
+    return with_rules(model, gray_BCHW, torch.zeros(1, dtype=torch.int64))
+
+
 def named_certifier(
     model: nn.Module, method: str, nonce: str | None, norm: str, batch: tuple[Tensor, Tensor] | None
 ) -> tuple[str, Certifier]:

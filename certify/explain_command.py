@@ -1,8 +1,6 @@
 """The command `certizoo explain MODEL`: certify/explanation.py on a model by name, hand-over or function."""
 
 import argparse
-import importlib
-import inspect
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,10 +11,10 @@ import torch
 from torch import nn
 
 from certify.explanation import explain
-from certizoo import UserError
 from certizoo.config.schema import Count, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.nearest import unknown
+from zoo import user_models
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,20 +43,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(f"{explain(model.eval(), images, nonce='explain')}\n")
 
 
-def _made(module: str, function: str) -> nn.Module:
-    """Return what MODULE:FUNCTION makes. An error inside the function is the user's own and passes."""
-    sys.path.insert(0, "")
-    try:
-        make: Any = getattr(importlib.import_module(module), function)
-        inspect.signature(make).bind()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{module}:{function} cannot be called ({error}); write MODULE:FUNCTION") from None
-    made = make()
-    if not isinstance(made, nn.Module):
-        raise UserError(f"{module}:{function} makes a {type(made).__name__}; it must return a torch.nn.Module")
-    return made
-
-
 def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     """Return a model, the side of its images and their channels. Raises UserError for an unknown name."""
     import timm
@@ -69,9 +53,9 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     if Path(name).is_dir():
         found, config = zoo.handover.load(Path(name))
         return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
-    if ":" in name:
-        module, _, function = name.partition(":")
-        return _made(module, function), size or 32, 3
+    if user_models.is_function(name):
+        user_models.trust(name)
+        return user_models.from_function(name), size or 32, 3
     if name not in timm.list_models():  # those of the zoo are among them
         raise unknown("model", name, [*zoo.list_models(), *timm.list_models()])
     make = partial[Any](timm.create_model, name)

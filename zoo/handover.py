@@ -2,8 +2,9 @@
 
 That of a text model also holds its `tokenizer.json`.
 
-It may be untrusted. The config is bounded, names no weights other than those in the same folder, and gets no more
-memory than these fill: its model is first built on the meta device and compared with the header of the file.
+It may be untrusted. It runs no code but that which the command line of this process named (`zoo.user_models`). The
+config is bounded, names no weights other than those in the same folder, and gets no more memory than these fill: its
+model is first built on the meta device and compared with the header of the file.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from certizoo import UserError
 from certizoo.documents import read_yaml, yaml_of
 from certizoo.files import sha256, whole_file, write_whole
 from zoo.models.factory import Options, create_model, model_options, pixel_statistics
+from zoo.user_models import is_function, trust
 from zoo.weights.table import CONFIG, WEIGHTS
 
 MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are not weights
@@ -34,11 +36,12 @@ def save(folder: Path, model: nn.Module, model_config: Mapping[str, Any], extra:
     function once its defaults change.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: value.detach().float().cpu().contiguous() for key, value in model.state_dict().items()}
+    state = {key: value.detach().float().cpu().contiguous().clone() for key, value in model.state_dict().items()}
     with whole_file(folder / WEIGHTS) as part:
         save_file(state, part)
     options = model_options(**model_config)
-    options |= _brought(model, options)
+    if not is_function(model_config["name"]):
+        options |= _brought(model, options)
     config = {**extra, "model": {"name": model_config["name"], **options}}
     write_whole(folder / CONFIG, yaml_of(config))
 
@@ -71,6 +74,8 @@ def weights_sha256(folder: Path) -> str:
 def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model of a hand-over in eval mode, and its whole config. Raises UserError if the two do not fit."""
     config = read_config(folder)
+    if is_function(config["model"]["name"]):
+        return _of_function(folder, config["model"]["name"]), config
     _hold_together(folder, config["model"])
     model = create_model(**config["model"])
     configured = {name: value.clone() for name, value in _normalisation(model).items()}
@@ -81,6 +86,37 @@ def load(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
             "weights were trained with"
         )
     return model.eval().requires_grad_(False), config
+
+
+def save_function(folder: Path, name: str, shape_CHW: tuple[int, int, int], extra: Mapping[str, Any]) -> None:
+    """Write the hand-over of a model that the user's MODULE:FUNCTION makes; only this process and its workers load it.
+
+    Raises:
+        UserError: it cannot be made, or does not map images of this shape to logits.
+    """
+    trust(name)
+    model = create_model(name).eval()
+    channels, size, _ = shape_CHW
+    try:
+        with torch.no_grad():
+            logits = model(torch.full((2, *shape_CHW), 0.5))
+    except RuntimeError as error:
+        raise UserError(f"{name} does not take images of {channels}x{size}x{size} ({str(error)[:200]})") from None
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or len(logits) != 2:
+        raise UserError(f"{name} must map images (B, {channels}, {size}, {size}) to logits (B, classes)")
+    sizes = {"num_classes": logits.shape[1], "img_size": size, "in_chans": channels}
+    parameters = sum(weights.numel() for weights in model.parameters())
+    save(folder, model, {"name": name, **sizes, "parameters": parameters}, extra)
+
+
+def _of_function(folder: Path, name: str) -> nn.Module:
+    """Return the model of MODULE:FUNCTION with the weights in `folder`."""
+    model = create_model(name)
+    try:
+        model.load_state_dict(load_file(folder / WEIGHTS))
+    except RuntimeError as error:
+        raise UserError(f"{name} makes another model each time ({str(error)[:200]}); fix its sizes") from None
+    return model.eval().requires_grad_(False)
 
 
 def _hold_together(folder: Path, options: Options) -> None:

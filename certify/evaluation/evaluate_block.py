@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from certify.api import radius_of
+from certify.api import captured, radius_of
 from certify.evaluation.protocol import attack_of, covering
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
@@ -49,13 +49,15 @@ class EvaluateBlock:
         self.out, self.proved, self.device = out, proved, device_of(worker, settings.device)
         self.model, self.config = zoo.handover.load(handover)
         self.model.to(self.device)
-        self.settings = settings = settings.of(self.model)
-        self.certifier = None
-        if settings.method and proved is None:
-            of = settings.method, settings.served_dtype, settings.nonce, settings.norm
-            self.certifier = certifier_of(self.model, *of)
-        self.attacked = in_dtype(self.model, settings.attack_dtype)
         options = zoo.model_options(**self.config["model"])
+        self.certifier, self.settings = None, settings
+        if settings.method and proved is None:
+            shape_CHW = options["in_chans"], options["img_size"], options["img_size"]
+            model = captured(self.model, shape_CHW)
+            self.settings = settings = settings.of(model, shape_CHW)
+            of = str(settings.method), settings.served_dtype, settings.nonce, settings.norm
+            self.certifier = certifier_of(model, *of)
+        self.attacked = in_dtype(self.model, settings.attack_dtype)
         shape = options["num_classes"], options["img_size"]
         self.attacks = {name: attack_of(name, said, self.model, *shape) for name, said in settings.attacks.items()}
 

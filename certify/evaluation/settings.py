@@ -11,6 +11,7 @@ from certify.methods import AUTO, named
 from certify.methods.served import require_served
 from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
+from certify.shared.bake import Model
 from certify.shared.ball import L2, known
 from certizoo import UserError
 from certizoo.config.schema import Count, FilePath, OneOf, Section, Text, Whole
@@ -100,6 +101,6 @@ class Settings(Options):
             self, method=certified.method, nonce=certified.nonce, served_dtype=certified.said.get("served_dtype")
         )
 
-    def of(self, model: nn.Module) -> "Settings":
-        """Return the settings with `auto` replaced by the method that it means for this model."""
-        return replace(self, method=named(self.method, model)) if self.method else self
+    def of(self, model: nn.Module | Model, shape_CHW: tuple[int, ...] | None = None) -> "Settings":
+        """Return the settings with `auto` replaced by the method that it means for this model and these images."""
+        return replace(self, method=named(self.method, model, shape_CHW)) if self.method else self

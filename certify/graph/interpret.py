@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 from certify.graph.attention import rescaled, shifted, without
 from certify.graph.export import BATCH, SKIPPED, Graph, line_of, name_of, other_type, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
+from certify.graph.ordering import COMPARISONS, ORDERING, of_comparison
 from certify.graph.rowwise import ROWWISE, Lengths, of_lengths
-from certify.graph.values import LogProbabilities, Node, Product, Unmapped, Value, materialised, step
+from certify.graph.values import Comparison, LogProbabilities, Node, Product, Unmapped, Value, materialised, step
 from zoo.bounds.rule_table import NOTHING, NoRule, refuse_altered, refuse_unknown, rules_of
 
-KNOWN = OPERATIONS | ROWWISE
+KNOWN = OPERATIONS | ROWWISE | ORDERING
+OF_AN_IMAGE = Value | Product | Lengths | LogProbabilities | Comparison
 NO_RULE = "this operation has no rule"
 ALIKE = 1e-9  # a module and its part of the graph, in float64
 
@@ -66,7 +68,7 @@ class Walk:
         end = end.logits if isinstance(end, LogProbabilities) else end
         if isinstance(end, Tensor):
             self.faults.append(Fault("output", "the result does not depend on the image", line_of(self.graph.result)))
-        if isinstance(end, Product | Lengths):
+        if isinstance(end, Product | Lengths | Comparison):
             self.faults.append(Fault("output", "the result is part of another operation", line_of(self.graph.result)))
         if isinstance(end, Value) and isinstance(end.node.module, nn.Softmax):
             advice = "a certificate is about logits; leave out the last softmax"
@@ -102,12 +104,14 @@ class Walk:
             return None
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if not any(isinstance(operand, Value | Product | Lengths | LogProbabilities) for operand in operands):
+        if not any(isinstance(operand, OF_AN_IMAGE) for operand in operands):
             return self._constant(node, args, kwargs)
-        if other := other_type(node):
+        if name not in COMPARISONS and (other := other_type(node)):
             raise Unmapped(f"a result of {other}; compute in the type of the weights")
         if any(isinstance(operand, LogProbabilities) for operand in operands):
             raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
+        if any(isinstance(operand, Comparison) for operand in operands):
+            return of_comparison(name, args)
         if any(isinstance(operand, Product) for operand in operands):
             return _of_product(name, args, kwargs)
         if any(isinstance(operand, Lengths) for operand in operands):

@@ -31,6 +31,7 @@ from certify.graph.values import (
     materialised,
     step,
 )
+from zoo.layers.convolution import CircularConv2d, wrapped
 from zoo.layers.norms import SmoothProject
 from zoo.primitives.activations import Abs
 from zoo.primitives.diagonal import Diagonal
@@ -76,7 +77,7 @@ def pad(x: Value, pads: Sequence[int], mode: Any = "constant", value: float | No
     if not isinstance(mode, str):  # constant_pad_nd(x, pad, value)
         mode, value = "constant", mode
     if mode != "constant":
-        if x.constant is not None:
+        if x.constant is not None or mode == "circular":  # which a convolution recognises on a whole node
             x = Value.of(materialised(x))
         return Value(x.node, F.pad(x.index.double(), list(pads), mode).long())
     constant = torch.zeros(x.shape, dtype=torch.float64) if x.constant is None else x.constant
@@ -236,18 +237,59 @@ def conv2d(
     """Return torch's module with these numbers."""
     if isinstance(weight, Value) or isinstance(bias, Value):
         raise Unmapped("a convolution with weights that depend on the image")
-    source, (out, part, *kernel) = materialised(x), weight.shape
+    out, part, *kernel = weight.shape
     if isinstance(padding, str):
         padding = [d * (k - 1) for d, k in zip(_two(dilation), kernel, strict=True)] if padding == "same" else [0, 0]
         if any(p % 2 for p in padding):
             raise Unmapped("padding='same' that is not the same on both sides")
         padding = [p // 2 for p in padding]
     size, stride, padding, dilation = (_two(option) for option in (kernel, stride, padding, dilation))
-    module = nn.Conv2d(part * groups, out, size, stride, padding, dilation, groups, bias=bias is not None)
+    module: nn.Conv2d
+    if stride == (1, 1) and padding == (0, 0) and _is_around(x, size, dilation):
+        source = x.node
+        module = CircularConv2d(part * groups, out, size, dilation, groups, bias=bias is not None)
+    else:
+        source = materialised(x)
+        module = nn.Conv2d(part * groups, out, size, stride, padding, dilation, groups, bias=bias is not None)
     _set(module, weight, bias)
     with torch.no_grad():
         shape = module(torch.zeros(1, *source.shape).double()).shape[1:]
     return Value.of(step(module, source, shape, "conv"))
+
+
+def _is_around(x: Value, size: tuple[int, int], dilation: tuple[int, int]) -> bool:
+    """Return whether a tensor is the image of a node with the rows and columns around it that the kernel reaches."""
+    sides = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
+    if not any(sides) or any(side % 2 for side in sides) or x.constant is not None or len(x.node.shape) != 3:
+        return False
+    margins = (sides[0] // 2, sides[1] // 2)
+    if any(margin > side for margin, side in zip(margins, x.node.shape[1:], strict=True)):
+        return False
+    return torch.equal(x.index, wrapped(Value.of(x.node).index, margins))
+
+
+def conv_transpose2d(
+    x: Value,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Value:
+    """Return the convolution with the turned kernel of the image, spread with zeros between its pixels."""
+    (s_y, s_x), more, d = _two(stride), _two(output_padding), _two(dilation)
+    *left, height, width = x.shape
+    index = torch.full((*left, (height - 1) * s_y + 1, (width - 1) * s_x + 1), -1)
+    constant = torch.zeros(index.shape, dtype=torch.float64)
+    index[..., ::s_y, ::s_x] = x.index
+    if x.constant is not None:
+        constant[..., ::s_y, ::s_x] = x.constant
+    wide = Value(x.node, index, constant if bool((index < 0).any()) else None)
+    turned = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
+    y, x_ = (d_k * (k - 1) - p for d_k, k, p in zip(d, weight.shape[2:], _two(padding), strict=True))
+    return conv2d(pad(wide, (x_, x_ + more[1], y, y + more[0])), turned, bias, 1, 0, d, groups)
 
 
 def _two(value: Any) -> tuple[int, int]:
@@ -398,41 +440,6 @@ def window_max(x: Value, name: str = "max") -> Value:
     return Value.of(step(WindowMax(), source, source.shape[:-1], name))
 
 
-def amax(x: Value, dims: Any = (), keepdim: bool = False) -> Value:
-    axes = sorted(axis % len(x.shape) for axis in ((dims,) if isinstance(dims, int) else dims))
-    if not axes or axes[0] == 0:
-        raise Unmapped("a maximum over the images of a batch")
-    rest = [axis for axis in range(len(x.shape)) if axis not in axes]
-    y = window_max(moved(torch.flatten, moved(torch.permute, x, (*rest, *axes)), len(rest)))
-    for axis in axes if keepdim else ():
-        y = moved(torch.unsqueeze, y, axis)
-    return y
-
-
-def maximum(x: Any, y: Any) -> Value:
-    """Return the larger of two results, or of a result and a constant."""
-    shape = torch.broadcast_shapes(x.shape, y.shape)
-    parts = [moved(torch.Tensor.expand, t, shape) if isinstance(t, Value) else t.expand(shape) for t in (x, y)]
-    return window_max(stack(parts, -1))
-
-
-def largest(x: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return torch.max of two results, or along an axis, then without the indices."""
-    return (amax(x, dim, keepdim),) if isinstance(dim, int) else maximum(x, dim)
-
-
-def smallest(x: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Return torch.min, as `largest`."""
-    if not isinstance(dim, int):
-        return minimum(x, dim)
-    return (scaled(amax(scaled(x, -1, 0, "negate"), dim, keepdim), -1, 0, "negate"),)
-
-
-def minimum(x: Any, y: Any) -> Value:
-    negative = [scaled(t, -1, 0, "negate") if isinstance(t, Value) else -t for t in (x, y)]
-    return scaled(maximum(*negative), -1, 0, "negate")
-
-
 def log_softmax(x: Value, dim: int, *_: Any) -> LogProbabilities:
     if len(x.shape) != 2 or dim % 2 != 1:
         raise Unmapped("log_softmax over anything but the classes")
@@ -500,16 +507,18 @@ def gelu(x: Value, approximate: str = "none") -> Value:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SAME, same),
     "pad": pad, "constant_pad_nd": pad, "cat": cat, "stack": stack,
+    "zeros_like": lambda x, **_: torch.zeros(x.shape, dtype=torch.float64),
+    "ones_like": lambda x, **_: torch.ones(x.shape, dtype=torch.float64),
     "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: scaled(x, -1, 0, "negate"),
     "pow": power, "square": lambda x: mul(x, x),
-    "linear": linear, "matmul": matmul, "mm": matmul, "bmm": matmul, "addmm": addmm, "conv2d": conv2d,
+    "linear": linear, "matmul": matmul, "mm": matmul, "bmm": matmul, "addmm": addmm,
+    "conv2d": conv2d, "conv_transpose2d": conv_transpose2d,
     "scaled_dot_product_attention": attended,
     "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
     "instance_norm": instance_norm, "rms_norm": rms_norm,
-    "mean": mean, "sum": total, "amax": amax, "maximum": maximum, "minimum": minimum,
+    "mean": mean, "sum": total,
     "adaptive_avg_pool2d": adaptive_avg_pool2d, "_adaptive_avg_pool2d": adaptive_avg_pool2d,
     "adaptive_max_pool2d": adaptive_max_pool2d, "avg_pool2d": avg_pool2d, "max_pool2d": max_pool2d,
-    "max": largest, "min": smallest,
     "upsample_nearest2d": resampling.nearest,
     "upsample_bilinear2d": lambda x, *options: _between(x, *resampling.bilinear(x, *options)),
     "upsample_bicubic2d": lambda x, *options: _between(x, *resampling.bicubic(x, *options)),

@@ -1,4 +1,4 @@
-"""Functions of rows in a captured graph: sorting, softmax, and cosine normalisation as F.normalize computes it.
+"""Functions of rows in a captured graph: softmax, and cosine normalisation as F.normalize computes it.
 
     x / max(|x|, eps) = P(x) / eps,    P the projection on the ball of radius eps (`LayerProject`)
 
@@ -16,7 +16,6 @@ from certify.graph import attention
 from certify.graph.operations import moved, scaled
 from certify.graph.values import Product, Unmapped, Value, by_rows, from_rows, step
 from zoo.layers.norms import LayerProject
-from zoo.primitives.sorting import Sorted
 
 
 def along(x: Value, axes: Sequence[int], make: Callable[[int], nn.Module], name: str) -> Value:
@@ -31,12 +30,6 @@ def along(x: Value, axes: Sequence[int], make: Callable[[int], nn.Module], name:
     y = from_rows(step(make(wide.shape[-1]), source, source.shape, name), place, wide.shape[:-1])
     found: Value = moved(torch.permute, moved(torch.reshape, y, turned.shape), torch.tensor(order).argsort().tolist())
     return found
-
-
-def sort(x: Value, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Value]:
-    """Return the values of torch.sort, without the indices."""
-    y = along(x, (dim,), lambda width: Sorted(), "sort")
-    return (moved(torch.flip, y, [dim]) if descending else y,)
 
 
 def softmax(x: Any, dim: int, *rest: Any) -> Any:
@@ -97,5 +90,5 @@ def normalised(x: Value, by: Lengths) -> Value:
 
 
 ROWWISE: dict[str, Callable[..., Any]] = {
-    "sort": sort, "softmax": softmax, "_softmax": softmax, "linalg_vector_norm": lengths,
+    "softmax": softmax, "_softmax": softmax, "linalg_vector_norm": lengths,
 }  # fmt: skip

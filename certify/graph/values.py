@@ -37,6 +37,7 @@ class Node:
     module: nn.Module | None = None
     name: str = ""
     path: str = ""
+    sorted: list[tuple["Value", "Value"]] = field(default_factory=list)  # groups of its entries, and these sorted
 
     @property
     def numel(self) -> int:
@@ -59,6 +60,14 @@ class Product:
     @property
     def shape(self) -> Shape:
         return (*self.query.shape[:-1], self.key.shape[-2])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor compared with another; torch.where may choose the greater or the less, and either of equal entries."""
+
+    greater: "Value | Tensor"
+    less: "Value | Tensor"
 
 
 @dataclass(frozen=True)

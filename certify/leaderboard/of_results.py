@@ -19,6 +19,7 @@ from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
 from zoo import penalty
 from zoo.models import overview
+from zoo.user_models import is_function
 
 KINDS = {"dp": "dot product", "l2": "L2", "ln": "Lipschitz-normalised", "scsa": "scaled cosine"}
 SAME = ("weights_sha256", "images", "images_sha256", "dataset", "served_dtype")  # equal for all results of one entry
@@ -54,7 +55,7 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
     methods = sorted({str(summary["method"]) for summary in summaries})
     if methods != ["None"] and len(methods) > 1:
         raise UserError(f"these results are by methods {', '.join(methods)}; pass results of one method")
-    name = said.get("name") or first["model"]["name"]
+    name = said.get("name") or first["model"]["name"].rpartition(":")[2]
     entry = {
         "name": name,
         "title": said.get("title") or name,
@@ -90,6 +91,8 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
 
 def parameters_of(model: Mapping[str, Any]) -> int:
     """Return the number of parameters of the model as it is served."""
+    if is_function(model["name"]):
+        return int(model["parameters"])
     return sum(weights.numel() for weights in overview.on_meta(**model).parameters())
 
 
@@ -153,7 +156,7 @@ def _command(summary: Summary) -> str:
     """Return the command that reproduces the result, except for the location of the data."""
     name = summary["model"]["name"]
     published = name in (entries := zoo.weights.entries()) and entries[name].sha256 == summary["weights_sha256"]
-    words = [f"model={name}", "out=OUT"] if published else ["handover=HANDOVER"]
+    words = [f"model={name}", "out=OUT"] if published or is_function(name) else ["handover=HANDOVER"]
     words += [f"data={summary['dataset']}", "data.root=SHARDS", f"images={summary['images']}"]
     words += [f"method={summary['method']}", f"norm={norm_of(summary)}"]
     words += [f"served_dtype={served_in(summary) or 'null'}"]

@@ -82,13 +82,13 @@ def chosen(
     return last, METHODS[last](model, nonce, norm)
 
 
-def named(method: str, model: nn.Module) -> str:
-    """Return the name of the method that certifies a model with rules.
+def named(method: str, model: nn.Module | Model, shape: tuple[int, ...] | None = None) -> str:
+    """Return the name of the method that certifies a model for images of this shape.
 
     Where `auto` has a choice, the weights are measured to make it.
     """
-    names = choices(method, model)
-    return names[0] if len(names) == 1 else chosen(method, model, None, L2)[0]
+    names = choices(method, model, shape)
+    return names[0] if len(names) == 1 else chosen(method, model, None, L2, shape)[0]
 
 
 def parameters(model: nn.Module) -> int:

@@ -22,7 +22,7 @@ from certify.adjoint.adjoint import Adjoint, AdjointAnalysis
 from certify.image.image import Image
 from certify.methods import AUTO, METHODS
 from certify.methods.lofast import LoFAST, LoFASTAnalysis
-from certify.shared.bake import refuse_impostor
+from certify.shared.bake import Model, refuse_impostor
 from certify.shared.ball import L2, Ball
 from certify.shared.certificate import Certificate, Certifier, Clean, decide, per_image
 from certify.taylor.taylor import Taylor
@@ -148,10 +148,20 @@ def require_served(dtype: str | None, method: str | None, key: str) -> None:
         )
 
 
-def certifier_of(model: nn.Module, method: str, served_dtype: str | None, nonce: str | None, norm: str) -> Certifier:
-    """Return the certifier of a method, for the model as it is served in that type or for its float64 function."""
+def certifier_of(
+    model: nn.Module | Model, method: str, served_dtype: str | None, nonce: str | None, norm: str
+) -> Certifier:
+    """Return the certifier of a method, for the model as it is served in that type or for its float64 function.
+
+    Raises UserError for a captured model with a type: how its own code rounds is not proved.
+    """
     if served_dtype is None:
         return METHODS[method](model, nonce, norm)
+    if isinstance(model, Model):
+        raise UserError(
+            f"served_dtype={served_dtype}: the rounding of this model's own code is not proved; add served_dtype=null "
+            "to certify its float64 function"
+        )
     return SERVED_METHODS[method](model, TYPES[served_dtype], nonce, norm)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from certify.api import radius_of
+from certify.api import captured, radius_of
 from certify.evaluation.refuted import Found, refuse
 from certify.methods import named
 from certify.methods.served import certifier_of, require_served
@@ -157,7 +157,9 @@ class Predictor:
         self.channels, self.size = options["in_chans"], options["img_size"]
         self.title = f"{options['name']} ({(config.get('data') or {}).get('name', 'unknown data')})"
         self.names = names_of((config.get("data") or {}).get("name", ""), options["num_classes"])
-        self.method = named(asked.method, self.model)
+        shape_CHW = self.channels, self.size, self.size
+        self.given = captured(self.model, shape_CHW)
+        self.method = named(asked.method, self.given, shape_CHW)
         self._certifiers: dict[str, Mapping[str, Certifier]] = {}
         self._nonce = asked.nonce or lanczos.new_nonce()
         self.certifiers_of(asked.norm)  # refuses a model that cannot be certified before any photograph
@@ -166,10 +168,10 @@ class Predictor:
         """Return the certifiers by method: that of `asked`, after a quick one if it is slow."""
         if norm not in self._certifiers:
             given = self.asked.served_dtype, self._nonce, norm
-            found = {self.method: certifier_of(self.model, self.method, *given)}
+            found = {self.method: certifier_of(self.given, self.method, *given)}
             if self.method in SLOW:
                 with suppress(NoRule):  # no second order, as `best` does not need
-                    found = {QUICK: certifier_of(self.model, QUICK, *given)} | found
+                    found = {QUICK: certifier_of(self.given, QUICK, *given)} | found
             self._certifiers[norm] = found
         return self._certifiers[norm]
 

@@ -1,5 +1,8 @@
 """The keys that all commands share: `handover` or `version`, `data`, `out`, and those of settings."""
 
+import atexit
+import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +13,7 @@ from certizoo import UserError
 from certizoo.config.schema import PathText, Section, hints, section_of
 from certizoo.shards import DataConfig, config_of, from_elsewhere, require_fit
 from certizoo.shards.config import TEXT
+from zoo.user_models import is_function
 
 Config = dict[str, Any]
 S = TypeVar("S", bound=Section)
@@ -28,17 +32,20 @@ class Subject(Section):
 
 
 def handover_of(config: Config) -> Path:
-    """Return the folder `handover`, that of the downloaded `version`, or that of the `model` with published weights.
+    """Return the folder `handover`, that of the downloaded `version`, or that of the `model`.
 
-    `handover` may also name the run of the folder, runs/NAME.
+    `handover` may also name the run of the folder, runs/NAME. A `model` is a name with published weights, or the user's
+    MODULE:FUNCTION, whose folder is removed at the end of the process.
     """
     given = [key for key in ("handover", "version", "model") if config.get(key)]
     if len(given) != 1:
         raise UserError(
-            "set what to certify, exactly one of handover=DIR, version=NAME@ALIAS, or model=NAME of published weights"
+            "set what to certify, exactly one of handover=DIR, version=NAME@ALIAS, or model= with a name of published "
+            "weights or your own MODULE:FUNCTION"
         )
     if given == ["model"]:
-        return zoo.weights.handover_of(str(config["model"]))
+        name = str(config["model"])
+        return _of_function(name, config) if is_function(name) else zoo.weights.handover_of(name)
     if config["handover"]:
         return zoo.handover.folder_of(Path(config["handover"]))
     from certizoo.registry import browse
@@ -46,12 +53,24 @@ def handover_of(config: Config) -> Path:
     return browse.download(config["version"])
 
 
+def _of_function(name: str, config: Config) -> Path:
+    """Return the folder of the model that MODULE:FUNCTION makes; `data` says which images it takes."""
+    if not config.get("data"):
+        raise UserError(f"model={name} does not say which images it takes; add data=NAME data.root=FOLDER")
+    data = config_of(config["data"], "the command")
+    folder = Path(tempfile.mkdtemp(prefix="certizoo-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shape_CHW = data.channels, data.img_size, data.img_size
+    zoo.handover.save_function(folder, name, shape_CHW, {"data": {"name": data.name}})
+    return folder
+
+
 def out_of(config: Config, handover: Path, name: str) -> Path:
     """Return the folder `out`, or `name` beside the hand-over."""
     if config["out"]:
         return Path(config["out"])
     if config["version"] or config.get("model"):
-        raise UserError("results of a published version need a folder; set out=DIR")
+        raise UserError("results need a folder; set out=DIR")
     return handover.parent / name
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import zoo
+from certify.api import captured
 from certify.methods.served import certifier_of
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.row_schema import Row
@@ -27,11 +28,13 @@ class CertifyBatch:
         self.model.to(self.device)
         self.embedding, self.substitutions = self.model, substitutions.counter(self.model)
         self.positional = zoo.without_content(self.model)
-        self.settings = settings = settings.of(self.model)
         options = zoo.model_options(**self.config["model"])
+        shape_CHW = options["in_chans"], options["img_size"], options["img_size"]
+        model = captured(self.model, shape_CHW)
+        self.settings = settings = settings.of(model, shape_CHW)
         settings.attack.require_model(self.model, options["num_classes"], options["img_size"])
         dtype = settings.served_dtype
-        self.certifier = certifier_of(self.model, settings.method, dtype, settings.nonce, settings.norm)
+        self.certifier = certifier_of(model, settings.method, dtype, settings.nonce, settings.norm)
         if dtype is not None:
             self.model = InType(copy.deepcopy(self.model).to(DTYPES[dtype]))
 

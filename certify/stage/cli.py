@@ -15,6 +15,7 @@ from certizoo import UserError
 from certizoo.config.schema import Count, Section, typed_values
 from certizoo.progress import progress_bar
 from certizoo.registry.checks import ExperimentName, ModelName
+from zoo.user_models import is_function
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Keys(Subject, Share, Settings):
 def certify(config: Config) -> None:
     """Certify one hand-over, print its table and the paths of the results, and publish it if asked to."""
     config = typed_values(Keys, config)
+    if config["publish"] and is_function(str(config["model"])):
+        raise UserError("publish= takes models of the zoo: a version must not run code of yours where it is loaded")
     handover = handover_of(config)
     out = out_of(config, handover, "certificate")
     data = data_of(config, handover)

@@ -10,6 +10,7 @@ from certify.stage.settings import Settings
 from certizoo.registry import credentials
 from certizoo.shards import DataConfig
 from certizoo.shards.config import is_remote
+from zoo.user_models import is_function
 
 KEYS = ("method", "norm", "served_dtype", "images", "batch_size", "search_radii")
 
@@ -19,7 +20,8 @@ def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: 
 
     The data are included unless the hand-over's own config names the same local data.
     """
-    arguments = {"handover": str(handover)}
+    name = config["model"]["name"]
+    arguments = {"model": name, "out": "OUT"} if is_function(name) else {"handover": str(handover)}
     if config.get("data") != asdict(data) or is_remote(data.root):
         arguments |= {"data": data.name, "data.root": data.root}
     keys = [*KEYS, "nonce" if settings.beacon is None else "beacon"]

@@ -9,6 +9,7 @@ from certify.methods import AUTO, NAMES, named
 from certify.methods.served import require_served
 from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
+from certify.shared.bake import Model
 from certify.shared.ball import L2, LINF, known
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
@@ -64,9 +65,9 @@ class Settings(Section):
         """The processes that compute the rows."""
         return Crew(self.on, self.workers, self.device)
 
-    def of(self, model: nn.Module) -> "Settings":
-        """Return the settings with `auto` replaced by the method that it means for this model."""
-        return replace(self, method=named(self.method, model))
+    def of(self, model: nn.Module | Model, shape_CHW: tuple[int, ...] | None = None) -> "Settings":
+        """Return the settings with `auto` replaced by the method that it means for this model and these images."""
+        return replace(self, method=named(self.method, model, shape_CHW))
 
     @property
     def grid(self) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from tests.tools.expansions import Instance
 from tests.tools.first_order_cases import norm_with_affine, scaled_
 from zoo.attention.conv_mixing import ConvMixing
 from zoo.bounds.torch_modules import GELU, SIGMOID, SILU, TANH, TANH_GELU, softplus
-from zoo.layers.convolution import CellConv2d
+from zoo.layers.convolution import CellConv2d, CircularConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MONOTONE_GELU, MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -88,7 +88,8 @@ FEW = mostly_slow(
     EVERY, *((kind, 0) for kind in (nn.LayerNorm, LayerProject, nn.GELU, nn.ReLU, ReLUx, Mlp, SLL, ConstrainedMlp))
 )
 AFFINE = (
-    nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, CellConv2d, Normalize
+    nn.Linear, nn.Identity, nn.Flatten, CenterNorm, WeightedResidual, ConvMixing, nn.Conv2d, CellConv2d, CircularConv2d,
+    Normalize,
 )  # fmt: skip
 IDENTITIES = (nn.Dropout, DropPath)  # in eval mode
 

@@ -21,7 +21,7 @@ from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.window import WindowAttention
 from zoo.bounds.first_order import layer_of, residual_layer_of
 from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock
-from zoo.layers.convolution import CellConv2d
+from zoo.layers.convolution import CellConv2d, CircularConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -119,6 +119,7 @@ CASES: dict[type[nn.Module], tuple[Make, float]] = {
     ConstrainedMlp: (lambda s: scaled_(ConstrainedMlp(D, 2 * D), s), 0.7),
     nn.Conv2d: (conv2d, 0.9),
     CellConv2d: (cell_conv2d, 0.9),
+    CircularConv2d: (lambda s: scaled_(CircularConv2d(2, 3, (3, 5)), s), 0.9),
     ReLUx: (lambda s: scaled_(ReLUx((N, D), 1.0), s), 0.9),
     WindowAttention: (lambda s: scaled_(WindowAttention(DotProductAttention(D, H), (2, 2)), s), 0.9),
     MaskedAttention: (lambda s: scaled_(masked(s, H, N), s), 0.9),
@@ -135,6 +136,7 @@ SHAPES: dict[type[nn.Module], tuple[int, ...]] = {
     Normalize: (N, 2, 6),
     nn.Conv2d: (2, 6, 7),
     CellConv2d: (2, 6, 7),
+    CircularConv2d: (2, 6, 7),
     GPSA: (4, D),
     WindowAttention: (4, D),
     SwinTransformerBlock: (3, 3, 2 * D),

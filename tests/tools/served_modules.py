@@ -16,7 +16,7 @@ from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.window import WindowAttention
 from zoo.bounds.rounding import PRECISIONS, roundings_of
-from zoo.layers.convolution import CellConv2d
+from zoo.layers.convolution import CellConv2d, CircularConv2d
 from zoo.layers.mlp import SLL, ConstrainedMlp, Mlp
 from zoo.layers.monotone import MonotoneGELU
 from zoo.layers.norms import CenterNorm, LayerProject, SmoothProject
@@ -62,6 +62,7 @@ MODULES: dict[str, Any] = {
     "conv mixing": lambda s: scaled_(ConvMixing(D, 4, kernels=(1, 3, 5, 7)), s),
     "conv": lambda s: scaled_(nn.Conv2d(N, 6, 3, stride=2, padding=1), s),
     "conv by products": lambda s: scaled_(CellConv2d(N, 6, 4, stride=2, padding=1), s),
+    "conv around": lambda s: scaled_(CircularConv2d(N, 6, (3, 3)), s),
     "gelu": lambda s: nn.GELU(),
     "tanh gelu": lambda s: nn.GELU("tanh"),
     "monotone gelu": lambda s: MonotoneGELU(),

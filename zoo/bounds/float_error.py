@@ -415,8 +415,8 @@ def _pooled(name: str, terms: Callable[..., int]) -> Callable[..., Known]:
 def _sort(x: Known, dim: int = -1, descending: bool = False) -> list[Any]:
     """Return the rule of order statistics, |sort a - sort b| <= max |a - b|; the indices are not numbers."""
     value, at = x.value.sort(dim, descending)
-    error = x.error.amax(dim, True).expand_as(value)
-    return [Known(value, x.size.amax(dim, True).expand_as(value), error), at]
+    size, error = (t.amax(dim, True).expand_as(value).contiguous() for t in (x.size, x.error))  # views follow
+    return [Known(value, size, error), at]
 
 
 def _max_pool(x: Known, *args: Any, **kwargs: Any) -> list[Any]:

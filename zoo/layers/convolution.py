@@ -55,6 +55,47 @@ class CellConv2d(nn.Conv2d):
         return F.linear(cells_BYXI, weight_OI, self.bias).permute(0, 3, 1, 2)
 
 
+@register_notrace_module  # the size of the image decides its operations
+class CircularConv2d(nn.Conv2d):
+    """A convolution around the image, whose output has the image's size. Weights as in nn.Conv2d.
+
+    Raises ValueError for a stride, and for a kernel without a middle.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: tuple[int, int],
+        dilation: tuple[int, int] = (1, 1),
+        groups: int = 1,
+        *,
+        bias: bool = True,
+    ) -> None:
+        if any(d * (k - 1) % 2 for d, k in zip(dilation, kernel_size, strict=True)):
+            raise ValueError(f"a kernel of {kernel_size} pixels has no middle; use odd sides")
+        super().__init__(in_channels, out_channels, kernel_size, dilation=dilation, groups=groups, bias=bias)
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """The rows and columns that are repeated on either side."""
+        rows, columns = (d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size, strict=True))
+        return rows, columns
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return F.conv2d(
+            wrapped(x_BCHW, self.margins), self.weight, self.bias, dilation=self.dilation, groups=self.groups
+        )
+
+
+def wrapped(x_BCHW: Tensor, margins: tuple[int, int]) -> Tensor:
+    """Return the image with so many rows and columns of the opposite side repeated on either side."""
+    for axis, margin in zip((2, 3), margins, strict=True):
+        last = x_BCHW.narrow(axis, x_BCHW.shape[axis] - margin, margin)
+        x_BCHW = torch.cat([last, x_BCHW, x_BCHW.narrow(axis, 0, margin)], axis)
+    return x_BCHW
+
+
 def _cells(x_BCHW: Tensor, s: int) -> Tensor:
     """Return the pixels of every cell: (B, H / s, W / s, s s C).
 
@@ -64,7 +105,9 @@ def _cells(x_BCHW: Tensor, s: int) -> Tensor:
     return x_BHWC.unflatten(2, (-1, s)).unflatten(1, (-1, s)).permute(0, 1, 3, 2, 4, 5).flatten(3)
 
 
-def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int], groups: int = 1) -> Tensor:
+def conv_norm(
+    weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int], groups: int = 1, *, circular: bool = False
+) -> Tensor:
     """Return a number never below the norm of a convolution with zero padding, as a map of whole images.
 
     weight (O, C, k, k), its stride, the height and width of its output, its groups -> scalar in float64. Groups read
@@ -76,8 +119,9 @@ def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]
         y[o, i] = sum_{c, t, b} W[o, c, s b + t] x_(c,t)[i + b].
 
     With outputs i < n it is a submatrix of the circulant of any size L >= n + K - 1, whose norm is the largest of its
-    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (docs/proofs.md#convolution). W is real: W^(-w) = conj W^(w), so half
-    of the grid is enough. Complex matrices are measured as [[Re, -Im], [Im, Re]], which has the same norm.
+    symbols W^(w) = sum_b W_b e^(2 pi i w b / L) (docs/proofs.md#convolution). One around the image (`circular`, stride
+    1) is itself the circulant of size L = n. W is real: W^(-w) = conj W^(w), so half of the grid is enough. Complex
+    matrices are measured as [[Re, -Im], [Im, Re]], which has the same norm.
 
     Rounding: a computed phase is off by less than 64 u in each part (two angles below 2 pi by 3 u of themselves, their
     sum, the cosine's ulp), a sum of J products by gamma_(J+2): W^ is off by at most 4 (J + 40) u || sum_b |W_b| ||_F.
@@ -85,7 +129,7 @@ def conv_norm(weight: Tensor, stride: tuple[int, int], out_size: tuple[int, int]
     w = _polyphase(weight.detach().double(), stride)
     *_, k_h, k_w = w.shape
     # With one offset the symbol is the same everywhere.
-    l_h, l_w = (n + k - 1 if k > 1 else 1 for n, k in zip(out_size, (k_h, k_w), strict=True))
+    l_h, l_w = (n + (0 if circular else k - 1) if k > 1 else 1 for n, k in zip(out_size, (k_h, k_w), strict=True))
     v = torch.arange(l_h, device=w.device).repeat_interleave(l_w // 2 + 1)
     u = torch.arange(l_w // 2 + 1, device=w.device).repeat(l_h)
     phase_FK = (_angle(v, k_h, l_h)[:, :, None] + _angle(u, k_w, l_w)[:, None, :]).flatten(1)
@@ -141,6 +185,7 @@ def conv2d_rounding(module: nn.Conv2d, precision: Precision) -> Rounding:
     norm_of, absolute_of = norm_on(module, module.weight), norm_on(module, weight)
 
     def moduli(x_BCHW: Tensor) -> Tensor:
+        x_BCHW = wrapped(x_BCHW, module.margins) if isinstance(module, CircularConv2d) else x_BCHW
         return F.conv2d(x_BCHW, weight, bias, module.stride, module.padding, module.dilation, module.groups)
 
     return product(module, moduli, lambda y: (norm_of(y), absolute_of(y)), weight[0].numel(), precision)
@@ -166,7 +211,8 @@ def norm_on(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
     def norm_of(y_BOHW: Tensor) -> Tensor:
         out_size = (y_BOHW.shape[2], y_BOHW.shape[3])
         if out_size not in norms:
-            norms[out_size] = conv_norm(kernel, stride, out_size, module.groups)
+            around = isinstance(module, CircularConv2d)
+            norms[out_size] = conv_norm(kernel, stride, out_size, module.groups, circular=around)
         return norms[out_size]
 
     return norm_of
@@ -174,4 +220,5 @@ def norm_on(module: nn.Conv2d, weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 register(nn.Conv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
 register(CellConv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
+register(CircularConv2d, ModuleRules(rule=conv2d, expansion=affine, rounding=conv2d_rounding, shapes=conv_shapes))
 register(nn.Conv1d, ModuleRules(shapes=conv_shapes))  # the rules around it read it

@@ -241,6 +241,8 @@ class Spelled(nn.Module):
         return self.b(self.f(y).flatten(1))
 
 
+KERNEL = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+AROUND = KERNEL[:, :1].expand(4, 4, 3, 3)
 SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "rms norm": (lambda x: F.rms_norm(x, (8,), torch.linspace(0.5, 2, 8, dtype=x.dtype), 0.1), False),
     "modulus": (torch.abs, False),
@@ -249,6 +251,16 @@ SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "square": (lambda x: 0.1 * x**2 + x.square(), False),
     "excitation": (lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), True),
     "pairs in order": (lambda x: torch.cat([x.view(-1, 4, 2).min(2).values, x.view(-1, 4, 2).max(2).values], 1), False),
+    "larger by choice": (lambda x: torch.cat([torch.where(x[:, :4] > x[:, 4:], x[:, :4], x[:, 4:]), x], 1), False),
+    "smaller by choice": (lambda x: torch.where(x[:, :4] >= x[:, 4:], x[:, 4:], x[:, :4]), False),
+    "at least a number": (lambda x: torch.where(x < 0.1, 0.1, x) + torch.where(x > 0, x, torch.zeros_like(x)), False),
+    "smallest of axes": (lambda x: x.amin((2, 3)), True),
+    "transposed convolution": (lambda x: F.conv_transpose2d(x, KERNEL.to(x), padding=1), True),
+    "around the image": (lambda x: F.conv2d(F.pad(x, (2, 2, 1, 1), "circular"), AROUND.to(x), dilation=(1, 2)), True),
+    "spread convolution": (
+        lambda x: F.conv_transpose2d(x, KERNEL[:, :1].to(x), torch.arange(2.0).to(x), 2, 1, 1, 2, dilation=2),
+        True,
+    ),
     "nearest": (lambda x: F.interpolate(x, scale_factor=2), True),
     "bilinear": (lambda x: F.interpolate(x, size=(7, 6), mode="bilinear"), True),
     "bicubic": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bicubic", align_corners=True), True),
@@ -277,6 +289,58 @@ def test_an_operation_has_its_logits_and_a_radius_that_holds(name: str) -> None:
     radius_B = certified_radius(model, x, y, "adjoint", nonce="a")  # compares the logits
     assert (radius_B > 0).all()
     assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
+
+
+def apart(x: Tensor) -> Tensor:
+    """Return MaxMin of both halves of the channels by comparisons."""
+    a, b = x.chunk(2, 1)
+    return torch.cat([torch.where(a > b, a, b), torch.where(a > b, b, a)], 1)
+
+
+def beside(x: Tensor) -> Tensor:
+    """Return MaxMin of neighbours, along an axis of two."""
+    pairs = x.view(len(x), x.shape[1] // 2, 2, *x.shape[2:])
+    return torch.cat([pairs.max(2, True).values, pairs.min(2, True).values], 2).view(x.shape)
+
+
+def of_two(x: Tensor) -> Tensor:
+    """Return MaxMin of every other channel by torch's own functions, the smaller ones first."""
+    return torch.cat([torch.minimum(x[:, 1::2], x[:, ::2]), torch.maximum(x[:, ::2], x[:, 1::2])], 1)
+
+
+class Orthogonal(nn.Module):
+    """A network of norm 1 by construction: convolutions around the image by circular shifts and rotations, MaxMin."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kernels = nn.ParameterList([self._rotation(12) for _ in range(6)])
+        self.last = nn.Parameter(self._rotation(12 * (SIZE // 2) ** 2)[:4])
+        self.activation = activation
+
+    @staticmethod
+    def _rotation(width: int) -> Tensor:
+        return torch.linalg.qr(torch.randn(width, width)).Q
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pixel_unshuffle(x, 2)
+        for k, rotation in enumerate(self.kernels):
+            kernel = torch.zeros(12, 12, 3, 3, dtype=x.dtype)
+            kernel[:, :, k % 3, (k + 1) % 3] = rotation
+            x = self.activation(F.conv2d(F.pad(x, (1, 1, 1, 1), "circular"), kernel))
+        return x.flatten(1) @ self.last.T
+
+
+@pytest.mark.parametrize("activation", [apart, beside, of_two])
+def test_a_network_of_norm_1_is_certified_as_far_as_its_own_margins_say(activation: Callable[[Tensor], Tensor]) -> None:
+    """However MaxMin is written, it permutes entries: no bound may grow from layer to layer."""
+    model = Orthogonal(activation).eval()
+    x = torch.rand(8, 3, SIZE, SIZE)
+    with torch.no_grad():
+        best = model(x).topk(2)
+    radii = certified_radius(model, x, best.indices[:, 0], method="lofast")
+    margin_B = best.values[:, 0] - best.values[:, 1]
+    assert (radii >= margin_B / 2**0.5 * (1 - 4e-3)).all(), "2^-9 is the precision of the search"
 
 
 def test_the_last_softmax_is_refused() -> None:
@@ -311,6 +375,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "dropout": (lambda x: F.dropout(x, 0.5, training=True), "dropout .*: random numbers, or dropout that is active"),
     "noise": (lambda x: x + torch.rand_like(x), "rand.*random numbers"),
     "drawn constants": (lambda x: x + torch.rand(3, 1, 1).double(), "random numbers"),
+    "a choice between others": (lambda x: torch.where(x > 0.5, x, -x), "between the two that it compares"),
+    "a comparison as a number": (lambda x: x * (x > 0.5), "between the two that it compares"),
     "a quotient": (lambda x: x / (1 + x.sigmoid()), "quotient by a result"),
     "other images": (lambda x: x - x.mean(0), "over the images"),
     "images by index": (lambda x: x[[0, 0]], "mixes the images"),

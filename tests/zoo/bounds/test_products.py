@@ -26,7 +26,7 @@ from zoo.bounds.curvature import expansion_of, linear_part, pullback, trunk_of
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.products import SLOPE, Shares, affine_rounding, chained, matrix_rounding
 from zoo.bounds.tape import Tape
-from zoo.layers.convolution import CellConv2d
+from zoo.layers.convolution import CellConv2d, CircularConv2d
 from zoo.layers.norm_forms import NormForms
 from zoo.layers.norms import CenterNorm
 from zoo.layers.patches import Normalize
@@ -44,6 +44,7 @@ AFFINE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "strided": (lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1), (3, 6, 6)),
     "bare": (lambda: nn.Conv2d(4, 3, 2, bias=False), (4, 5, 5)),
     "cells": (lambda: CellConv2d(3, 6, 4, stride=2, padding=1), (3, 8, 8)),
+    "around": (lambda: CircularConv2d(3, 4, (3, 3)), (3, 5, 6)),
     "normalize": (lambda: Normalize((0.4, 0.5), (0.25, 0.01)), (2, 4, 4)),
 }
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo.bounds.first_order import layer_of
 from zoo.bounds.rule_table import NoRule
-from zoo.layers.convolution import CellConv2d, conv_norm
+from zoo.layers.convolution import CellConv2d, CircularConv2d, conv_norm
 
 
 def dense(conv: nn.Conv2d, height: int, width: int) -> Tensor:
@@ -54,6 +55,35 @@ def test_a_filter_that_passes_one_frequency_has_the_known_norm() -> None:
         assert float(conv_norm(box, (1, 1), (n, n))) >= 9
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "groups", "size"),
+    [
+        ((3, 3), (1, 1), 1, (6, 7)),
+        ((5, 3), (1, 2), 1, (8, 5)),
+        ((1, 5), (1, 1), 2, (3, 4)),
+        ((7, 7), (1, 1), 1, (4, 3)),  # the kernel is larger than the image
+        ((2, 1), (2, 1), 2, (3, 1)),
+    ],
+)
+def test_around_the_image_the_norm_is_exact(
+    kernel: tuple[int, int], dilation: tuple[int, int], groups: int, size: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    conv = CircularConv2d(2, 4, kernel, dilation, groups).double()
+    x = torch.randn(2, 2, *size, dtype=torch.float64)
+    rows, columns = conv.margins
+    padded = F.pad(x, (columns, columns, rows, rows), "circular")
+    torch.testing.assert_close(conv(x), F.conv2d(padded, conv.weight, conv.bias, 1, 0, dilation, groups))
+    _, bound = layer_of(conv)(x)
+    exact = torch.linalg.matrix_norm(dense(conv, *size), 2)
+    assert 1 <= float(bound(torch.ones(2).double())[0] / exact) <= 1 + 1e-8
+
+
+def test_a_kernel_without_a_middle_goes_not_around() -> None:
+    with pytest.raises(ValueError, match="middle"):
+        CircularConv2d(2, 4, (2, 2))
+
+
 def test_a_rectangular_stride() -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, (3, 5), (2, 1), (1, 2)).double()
@@ -82,9 +112,9 @@ def test_a_large_grid_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_image_size_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[int, int]] = []
 
-    def counted(weight: Tensor, stride: tuple[int, int], size: tuple[int, int], *more: Any) -> Tensor:
+    def counted(weight: Tensor, stride: tuple[int, int], size: tuple[int, int], *more: Any, **named: Any) -> Tensor:
         measured.append(size)
-        return conv_norm(weight, stride, size, *more)
+        return conv_norm(weight, stride, size, *more, **named)
 
     monkeypatch.setattr("zoo.layers.convolution.conv_norm", counted)
     layer = layer_of(nn.Conv2d(2, 3, 3).double().requires_grad_(False))
