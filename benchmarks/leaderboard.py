@@ -77,14 +77,6 @@ MODELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
             "training": "8 minutes of one core of a Zen 3 beside other jobs",
         },
     ),
-    "lofast_vit_c10": (
-        ("lofast_vit_c10_cifar10_best",),
-        {"title": "LoFAST's ViT (ReLU), PGD training", "training": "2.5 minutes of one core of a Xeon"},
-    ),
-    "lofast_vit_c10_smooth": (
-        ("lofast_vit_c10_smooth_cifar10_best",),
-        {"title": "LoFAST's ViT with smooth layers, PGD training", "training": "2.5 minutes of one core of a Xeon"},
-    ),
 }
 # the same models as they are served: the results, and the model's entry
 SERVED = {

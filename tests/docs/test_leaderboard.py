@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from markdown import markdown
 
+import zoo
 from docs.generate import board_chart, board_table, leaderboard
 from docs.generate.entries import Entry, entries, eps_name, questions
 
@@ -104,6 +105,13 @@ def test_ours_name_a_command_that_checks_them() -> None:
     assert board_table.command(served) == (
         "python -m certify check leaderboard/cert_vit_c10_float32.json model=cert_vit_c10 data.root=SHARDS"
     )
+
+
+def test_ours_load_by_name() -> None:
+    published = {entry.sha256 for entry in zoo.weights.entries().values()}
+    own = {entry.name: entry.said["weights_sha256"] for entry in entries() if not entry.published}
+    assert len(set(own.values())) >= 8
+    assert {name for name, digest in own.items() if digest not in published} == set()
 
 
 def test_an_entry_may_say_little(page: Any) -> None:
