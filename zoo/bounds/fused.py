@@ -24,6 +24,7 @@ from zoo.spectral import absolute_norm, sigma_upper, start_vectors
 STEP = math.log(1.01)  # eigenvalues are rounded up to powers of 1.01
 SPAN = 700  # and never taken below 1.01^-700 = 1/1000 of their cheap bound
 KRYLOV = 12  # vectors of the estimate that starts the proof
+DIRECT = 2**22  # entries times width of matrices whose eigenvalues take less time than that estimate
 FORM_BYTES = 2**28  # memory for the matrices of a few items
 
 
@@ -143,16 +144,22 @@ def exponents(w_HD: Tensor, c_IH: Tensor, floor_I: Tensor, above_I: Tensor) -> T
 
     open_I = unproved(torch.arange(len(e_I), device=e_I.device))
     if len(open_I):
-        e_I[open_I] = torch.fmax(floor_I[open_I] + 1, _below(w_HD, c_IH[open_I]))
+        e_I[open_I] = torch.fmax(floor_I[open_I] + 1, _below(w_HD, c_IH[open_I], form_IDD[open_I]))
     while len(open_I := unproved(open_I)):
         e_I[open_I] += 1
     return torch.fmax(floor_I, torch.fmin(e_I, above_I))
 
 
-def _below(w_HD: Tensor, c_IH: Tensor) -> Tensor:
+def _below(w_HD: Tensor, c_IH: Tensor, form_IDD: Tensor) -> Tensor:
     """Return exponents whose predecessors are too small, up to rounding: an estimate (I,) from below."""
+    if form_IDD.numel() * form_IDD.shape[-1] <= DIRECT and bool(torch.isfinite(form_IDD).all()):
+        return _exponent(torch.linalg.eigvalsh(form_IDD)[..., -1])
     start_ID = start_vectors(1, w_HD.shape[1]).to(w_HD).expand(len(c_IH), -1)
     size_I = c_IH.abs().amax(1).clamp_min(1e-300)
     share_IH = c_IH / size_I.unsqueeze(1)  # squares of c may overflow
     below_I = size_I * ritz(lambda v: (v @ w_HD.mT * share_IH) @ w_HD, start_ID, min(KRYLOV, w_HD.shape[1]))
-    return (below_I.clamp_min(0).log() / STEP - 1e-6).ceil()
+    return _exponent(below_I)
+
+
+def _exponent(value_I: Tensor) -> Tensor:
+    return (value_I.clamp_min(0).log() / STEP - 1e-6).ceil()
