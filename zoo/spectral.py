@@ -8,7 +8,6 @@ from torch import Tensor
 
 from zoo.arithmetic import OUT, U, gamma
 
-
 # From this size on LOBPCG estimates the largest eigenvalue, where it converges in a quarter of the time of all of them.
 LARGE, STEPS = 1024, 40
 
@@ -61,8 +60,8 @@ def sigma_estimate(weight: Tensor, iterations: int = 20) -> Tensor:
 def sigma_upper(weight: Tensor) -> Tensor:
     """Return a number never below ||A||_2, per matrix of a batch: (..., m, n) -> (...,) in float64.
 
-    The largest eigenvalue of G gives a candidate theta. If the Cholesky factorisation of theta I - G completes, then (Rump;
-    docs/proofs.md#sigma-upper)
+    The largest eigenvalue of G gives a candidate theta. If the Cholesky factorisation of theta I - G completes, then
+    (Rump; docs/proofs.md#sigma-upper)
 
         ||A||^2 <= theta + gamma_{n+1}/(1 - gamma_{n+1}) tr(theta I - G) + 4 u theta + gamma_{m+2} ||A||_F^2,
 

@@ -7,7 +7,7 @@ thread or on a GPU of its own. Rows therefore do not depend on the number of pro
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from torch import Tensor
 from certify.rows.row_schema import Row
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
+from zoo.user_models import trust, trusted
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
 Work = Callable[[Batch], list[Row]]
 Make = Callable[[Path, int], Work]  # (hand-over, worker number) -> work
+PATIENCE = 2.0  # seconds that idle workers get to end
 HERE, RAY = "here", "ray"
 PLACES = (HERE, RAY)
 
@@ -66,9 +68,12 @@ def by_processes(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch
     numbers = context.SimpleQueue()
     for worker in range(workers):
         numbers.put(worker)
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(partial(make, handover), numbers))
+    pool = ProcessPoolExecutor(
+        workers, context, initializer=_start, initargs=(partial(make, handover), numbers, trusted())
+    )
     others = active_children()
     waiting: deque[Future[list[Row]]] = deque()
+    patience = 0.0
     try:
         for keys, images, labels in batches:
             waiting.append(pool.submit(_rows, keys, images.numpy(), labels.numpy()))
@@ -76,6 +81,7 @@ def by_processes(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+        patience = PATIENCE
     except BrokenProcessPool:
         raise UserError(
             "a worker was killed, perhaps for lack of memory; the same command continues after the last row; set "
@@ -85,14 +91,16 @@ def by_processes(handover: Path, make: Make, crew: Crew, batches: Iterable[Batch
         pool.shutdown(wait=False, cancel_futures=True)
         for process in active_children():  # those in the middle of a batch that is no longer needed
             if process not in others and isinstance(process, context.Process):
+                process.join(patience)  # an idle one ends by itself and leaves no locks behind
                 process.terminate()
 
 
 _work: Work | None = None  # of this process, if it is a worker
 
 
-def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]") -> None:
+def _start(make: Callable[[int], Work], numbers: "SimpleQueue[int]", functions: Sequence[str]) -> None:
     global _work
+    trust(*functions)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -17,7 +17,8 @@ from certify.__main__ import main
 from certizoo import UserError
 from certizoo.shards import eval_loader, find
 from tests.tools import stage_runs
-from zoo.user_models import TRUSTED, from_function
+from zoo import user_models
+from zoo.user_models import from_function
 
 SOURCE = """
 from pathlib import Path
@@ -73,7 +74,7 @@ def module(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setenv(TRUSTED, "")
+    monkeypatch.setattr(user_models, "_trusted", set())
     return name
 
 
@@ -131,11 +132,10 @@ def test_a_hand_over_from_elsewhere_runs_no_code(
     zoo.handover.save_function(tmp_path / "kept", f"{module}:net", (1, 8, 8), {})
     Path("imported").unlink()
     del sys.modules[module]
-    for trusted in ("", f"{module}:five", "other:net"):
-        monkeypatch.setenv(TRUSTED, trusted)
+    for trusted in (set(), {f"{module}:five", "other:net"}):
+        monkeypatch.setattr(user_models, "_trusted", trusted)
         with pytest.raises(UserError, match="is code that a hand-over names"):
             zoo.handover.load(tmp_path / "kept")
-    monkeypatch.delenv(TRUSTED)
     assert "is code" in stopped(on(digits, "handover=kept", "out=out"), capfd)
     assert not Path("imported").exists()
 
