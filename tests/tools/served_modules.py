@@ -75,7 +75,7 @@ MODULES: dict[str, Any] = {
 CHOICES = {"relu": nn.ReLU(), "relux": ReLUx((N, D), 0.7), "flatten": nn.Flatten()}  # these compute nothing
 # What the module sees instead of N tokens: N channels, or a grid.
 SHAPES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("conv", "conv by products", "normalize"), (N, 8, 4)),
+    **dict.fromkeys(("conv", "conv by products", "conv around", "normalize"), (N, 8, 4)),
     **dict.fromkeys(("gpsa", "gpsa scsa", "window", "window l2"), (4, D)),
     "gpsa fused": (81, D),
 }

@@ -365,7 +365,7 @@ def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, di
     for key in ("method", "images", "headline_eps", "batch_size"):
         assert config[key] == getattr(SETTINGS, key)
     assert tuple(config["eps"]) == SETTINGS.eps
-    elsewhere = reproduce.command(handover, {}, data(digits), SETTINGS)
+    elsewhere = reproduce.command(handover, {"model": {"name": "elsewhere"}}, data(digits), SETTINGS)
     assert f"data=digits data.root={digits}" in elsewhere
 
 

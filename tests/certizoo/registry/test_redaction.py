@@ -101,7 +101,7 @@ def test_an_error_of_mlflow_quotes_no_secret(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_report_s_command_shows_no_secret(form: str) -> None:
     data = DataConfig("digits", FORMS[form], "a-*.tar", "b-*.tar", 10, 8, 1)
-    assert SECRET not in reproduce.command(Path("handover"), {}, data, Settings())
+    assert SECRET not in reproduce.command(Path("handover"), {"model": {"name": "mine"}}, data, Settings())
 
 
 @pytest.mark.parametrize(
