@@ -20,7 +20,7 @@ from certizoo import UserError
 from certizoo.documents import read_yaml, yaml_of
 from certizoo.files import sha256, whole_file, write_whole
 from zoo.models.factory import Options, create_model, model_options, pixel_statistics
-from zoo.user_models import is_function, trust
+from zoo.user_models import from_function, is_function, trust
 from zoo.weights.table import CONFIG, WEIGHTS
 
 MAX_BUFFERS = 2**32  # bytes of masks and indices, which follow from the options and are not weights
@@ -95,7 +95,7 @@ def save_function(folder: Path, name: str, shape_CHW: tuple[int, int, int], extr
         UserError: it cannot be made, or does not map images of this shape to logits.
     """
     trust(name)
-    model = create_model(name).eval()
+    model = from_function(name).eval()
     channels, size, _ = shape_CHW
     try:
         with torch.no_grad():
@@ -111,7 +111,7 @@ def save_function(folder: Path, name: str, shape_CHW: tuple[int, int, int], extr
 
 def _of_function(folder: Path, name: str) -> nn.Module:
     """Return the model of MODULE:FUNCTION with the weights in `folder`."""
-    model = create_model(name)
+    model = from_function(name)
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
     except RuntimeError as error:

@@ -55,11 +55,10 @@ class CellConv2d(nn.Conv2d):
         return F.linear(cells_BYXI, weight_OI, self.bias).permute(0, 3, 1, 2)
 
 
-@register_notrace_module  # the size of the image decides its operations
 class CircularConv2d(nn.Conv2d):
     """A convolution around the image, whose output has the image's size. Weights as in nn.Conv2d.
 
-    Raises ValueError for a stride, and for a kernel without a middle.
+    Raises ValueError for a kernel without a middle.
     """
 
     def __init__(

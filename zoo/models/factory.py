@@ -31,7 +31,7 @@ from zoo.models.convnet import ConvNet
 from zoo.models.pretrained import load_pretrained
 from zoo.models.swin import Swin
 from zoo.models.vit import ViT
-from zoo.user_models import from_function, is_function
+from zoo.user_models import is_function
 from zoo.weights import table
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def create_model(name: str, *, pretrained: str | bool | None = None, **overrides
     """Create a model by name: images (B, C, H, W) in [0,1] -> logits (B, num_classes).
 
     Args:
-        name: a name of `list_models()`; the commands also take MODULE:FUNCTION (`zoo.user_models`).
+        name: a name of `list_models()`.
         pretrained: True for the published weights of this name (`zoo.weights`); or weights to start from: a full timm
             tag, a file, or URL#sha256=HEX (`zoo.models.pretrained`). It is not an option of the model.
         overrides: any option of the model (num_classes, img_size, in_chans, embed_dim, depth, attention, norm, ...).
@@ -95,8 +95,6 @@ def create_model(name: str, *, pretrained: str | bool | None = None, **overrides
     Raises:
         UserError: for an unknown name or option, and for values that no model can have (`zoo.models.limits`).
     """
-    if is_function(name):
-        return from_function(name)
     if pretrained is True:
         return published(name, **overrides)
     options = model_options(name, **overrides)
