@@ -36,8 +36,8 @@ from tuning import server
 MODEL, NAME = "spec_vit_digits", "many"
 ADDRESS = "127.0.0.2"  # an address of the loopback that differs from each node's own
 SHORT = (
-    "train.epochs=1", "train.eval_images=20", "train.certify_images=20", "certify.images=20", "certify.method=lofast",
-    "registry.champion_images=20",
+    "train.epochs=1", "train.max_steps=2", "train.eval_images=4", "train.certify_images=4", "certify.images=4",
+    "certify.method=lofast", "registry.champion_images=4",
 )  # fmt: skip
 
 
