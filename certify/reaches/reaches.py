@@ -36,7 +36,7 @@ from certify.reaches.aside import free_length2
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import cubic_of, kappa, smooth_leaves
 from certify.reaches.propagated import Propagated, propagated
-from certify.reaches.triples import Orders, Through, Triples
+from certify.reaches.triples import Moved, Orders, Through, Triples
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import UnitForms, largest_share
@@ -91,15 +91,25 @@ class CloserEllipsoids(BentEllipsoids):
             return None
         return Triples(self, self._units, self.budget.probes // 2, "triples", self.most_B[:, None]).orders(self.formed)
 
-    def through(self, forms: Mapping[int, QuadraticForm], within: Tensor, numbers: Tensor) -> Through:
-        """Bound what second and third orders of units do to the forms C of a rival.
+    def through(self, forms: Mapping[int, QuadraticForm], within: Tensor) -> Through:
+        """Bound what second and third orders of units do to the forms C of a rival, of leaves without units.
 
-        `within` (1, B) is never below the norm of sum_l M_l^T C_l M_l, and numbers (B, n) are seeds. The bounds are
-        infinite where no unit comes before, and for a large model.
+        `within` (1, B) is never below the norm of sum_l M_l^T C_l M_l. The bounds are infinite where no unit comes
+        before, and for a large model.
         """
         if self._orders is None or min(self._units) > max(forms):
             return Through(*[torch.full_like(within, torch.inf)] * 2)
-        return Triples(self, self._units, self.budget.probes, "through", numbers).through(forms, within)
+        return self._triples.through(forms, self._at_inputs, within)
+
+    @cached_property
+    def _triples(self) -> Triples:
+        """Triples apart from those of the first orders, on which forms depend."""
+        return Triples(self, self._units, self.budget.probes, "through", self.most_B[:, None])
+
+    @cached_property
+    def _at_inputs(self) -> dict[int, Moved]:
+        """What units make of these triples at all leaves without units; it serves all rivals."""
+        return self._triples.moved([at for at in self.formed if at not in self._units])
 
     def _beta(self, at: int, known: Before) -> Tensor:
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""

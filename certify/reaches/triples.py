@@ -16,7 +16,7 @@ The trace of this matrix is often ten times as large. Proof: docs/proofs.md#thro
 Letters: B images, M vectors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -77,6 +77,14 @@ class Made:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """What one order of units adds to the inputs of leaves, (M, B, ...) for all triples, and its sources."""
+
+    inputs: Vectors
+    made: Made
+
+
+@dataclass(frozen=True)
 class Triples:
     """So many triples of Gaussian images, pushed through the tape: what they do to leaves, alone and together.
 
@@ -107,33 +115,38 @@ class Triples:
         second, third = (self._of_products(order, formed, squares[order], made[order]) for order in ORDERS)
         return Orders(self._first(formed, first, longest_B), second, third)
 
-    def through(self, forms: Mapping[int, QuadraticForm], within: Tensor) -> Through:
-        """Bound (sum_l <b, C b>)^(1/2), b what second and what third orders add to the inputs of leaves l: (1, B) each.
-
-        It is for images of length E. `within` (1, B) is never below the norm of sum_l M_l^T C_l M_l.
-        """
-        last = max(forms)
-        made = {order: Made() for order in ORDERS}
-        seen = {order: {at: list[Tensor]() for at in forms} for order in ORDERS}
+    def moved(self, leaves: Collection[int]) -> dict[int, Moved]:
+        """Return what each order of units adds to the inputs of these leaves, for all triples."""
+        last, made = max(leaves), {order: Made() for order in ORDERS}
+        seen = {order: {at: list[Tensor]() for at in leaves} for order in ORDERS}
 
         def keep(at: int, v: Tensor, to: Mapping[int, list[Tensor]]) -> None:
-            if at in forms:
+            if at in leaves:
                 to[at].append(v)
 
         for images in self._drawn(last):
             moved = self._linear(images, last, lambda at, v: None)
             for order in ORDERS:
                 self._bent(order, images, moved, made[order], last, partial(keep, to=seen[order]))
-        self.ellipsoids.failure += len(ORDERS) * PROBE_FAILURE
-        b = {order: {at: torch.cat(of_leaf) for at, of_leaf in seen[order].items()} for order in ORDERS}
-        return Through(*(self._norm(order, forms, b[order], made[order], within) for order in ORDERS))
+        inputs = {order: Vectors({at: torch.cat(of_leaf) for at, of_leaf in seen[order].items()}) for order in ORDERS}
+        return {order: Moved(inputs[order], made[order]) for order in ORDERS}
 
-    def _norm(self, order: int, forms: Mapping[int, QuadraticForm], b: Vectors, made: Made, within: Tensor) -> Tensor:
-        """Return the norm of one order, from what all triples make of the inputs of leaves: (1, B)."""
-        error_B, source_B = made.before(max(b), self.ellipsoids.most_B)
-        moved_B = error_B + product(self.ellipsoids.rounding.share(max(b)), source_B)
-        least = least_product_sum(self.count, order, PROBE_FAILURE) ** 0.5
-        return OUT * norm_of_squares(self._largest(forms, b), self.count, product(within.sqrt(), OUT * moved_B), least)
+    def through(self, forms: Mapping[int, QuadraticForm], moved: Mapping[int, Moved], within: Tensor) -> Through:
+        """Bound (sum_l <b, C b>)^(1/2), b what second and what third orders add to the inputs of leaves l: (1, B) each.
+
+        It is for images of length E. The forms do not depend on these triples, and `within` (1, B) is never below the
+        norm of sum_l M_l^T C_l M_l.
+        """
+        self.ellipsoids.failure += len(ORDERS) * PROBE_FAILURE
+        return Through(*(self._norm(order, forms, moved[order], within) for order in ORDERS))
+
+    def _norm(self, order: int, forms: Mapping[int, QuadraticForm], moved: Moved, within: Tensor) -> Tensor:
+        """Return the norm of one order: (1, B)."""
+        last, like_B = max(forms), self.ellipsoids.most_B
+        error_B, source_B = moved.made.before(last, like_B)
+        off_B = error_B + product(self.ellipsoids.rounding.share(last), source_B)
+        squares, least = self._largest(forms, moved.inputs), least_product_sum(self.count, order, PROBE_FAILURE) ** 0.5
+        return OUT * norm_of_squares(squares, self.count, product(within.sqrt(), OUT * off_B), least)
 
     def _largest(self, forms: Mapping[int, QuadraticForm], b: Vectors) -> Tensor:
         """Bound the largest eigenvalue of the Gram matrix of all sum_l <b, C b'>, torch's rounding included: (B,)."""

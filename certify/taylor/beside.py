@@ -81,7 +81,7 @@ class AtOthers:
         last, within = max(curved.others), margins.norm.square()
         leaves, absolute = ellipsoids.without_units(last), {at: margins.forms[at] for at in curved.others}
         across = ellipsoids.across(curved.others, leaves, "to others", [curved.numbers], within)
-        through = ellipsoids.through(absolute, within, curved.numbers)
+        through = ellipsoids.through(absolute, within)
         sources = ellipsoids.joint.sources(last)
         free = Free.of(ellipsoids, absolute, sources, ("others", "errors at others"), curved.numbers)
         units = tuple(k for k in sources if k not in leaves)

@@ -238,7 +238,7 @@ def test_what_orders_of_units_do_to_forms_is_at_least_the_dense_norm(parts: str)
     stage = stage_of(analysis, 0.2)
     found, (rival,) = ellipsoids_of(stage), Rival.of(stage.here, stage.ellipsoids, stage.here.rivals_BR[:, :1].mT)
     forms = {at: rival.margins.forms[at] for at in rival.curved.others}
-    bound = found.through(forms, rival.margins.norm.square(), rival.curved.numbers)
+    bound = found.through(forms, rival.margins.norm.square())
     last, size = max(forms), analysis.images[0].numel()
     maps, units = dense(found.joint, last), {k: one for k, one in smooth_leaves(found.tape).items() if k < last}
     moved_UX = torch.cat([one.units(columns_of(found, maps, k)[:size]).flatten(1).mT for k, one in units.items()])
