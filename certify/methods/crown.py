@@ -125,14 +125,17 @@ def _bounds_or_none(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds | Non
         _log.warning("crown answers unknown: auto_LiRPA is not installed; %s", INSTALL)
         return None
     try:
-        return _bounds(baked, x_1CHW, norm)
+        return traced(baked, x_1CHW, norm)
     except Exception as error:  # usually an operation that auto_LiRPA does not support
         _log.warning("crown answers unknown: auto_LiRPA cannot take this model: %s", _one_line(error))
         return None
 
 
-def _bounds(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds:
-    """Trace the model for one image. Raises AssertionError where the trace computes another function than the model."""
+def traced(baked: nn.Module, x_1CHW: Tensor, norm: str) -> Bounds:
+    """Return the bounds of a model traced for one image.
+
+    Raises AssertionError where the trace computes another function than the model.
+    """
     import auto_LiRPA
 
     with _float64(), Plain():

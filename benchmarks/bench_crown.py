@@ -1,0 +1,113 @@
+"""Linear bounds beside auto_LiRPA's CROWN: the losses of all rivals of small networks, and the time of both.
+
+    most, median   our loss / theirs over images and rivals
+    time           ours / theirs, of an image with all rivals, without tracing the network
+
+Ours is one backward pass without a search for slopes, as is CROWN. Networks are random and get random images.
+certify/methods/crown.py says how to install auto_LiRPA.
+
+    python -m benchmarks.bench_crown         # to benchmarks/results/crown_cpu.json
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.record import record
+from benchmarks.vnncomp import vit
+from certify.linear.backward import Bounds, lowest
+from certify.linear.capture import program_of
+from certify.methods import crown
+from certify.shared.bake import bake
+from certify.shared.ball import Ball
+from tests.tools.exported_vit import exported, published_vit
+from tests.tools.small_models import small_model
+
+IMAGES, SIZE = 4, 8
+EPS = {"l2": (0.01, 0.1), "linf": (0.001, 0.01)}
+Row = dict[str, Any]
+
+
+def mlp(depth: int, act: Callable[[], nn.Module], width: int = 24) -> nn.Module:
+    widths = (SIZE**2, *[width] * depth)
+    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), act())]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
+
+
+def convnet(act: Callable[[], nn.Module], norm: bool) -> nn.Module:
+    layers = [nn.Conv2d(1, 8, 3, 2, 1), act(), nn.Conv2d(8, 16, 3, 2, 1)]
+    layers += [nn.BatchNorm2d(16)] if norm else []
+    return nn.Sequential(*layers, act(), nn.Flatten(), nn.Linear(64, 10))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "MLP, 2 layers, ReLU": partial(mlp, 2, nn.ReLU),
+    "MLP, 5 layers, ReLU": partial(mlp, 5, nn.ReLU),
+    "MLP, 3 layers, tanh": partial(mlp, 3, nn.Tanh),
+    "convolutions, ReLU": partial(convnet, nn.ReLU, norm=False),
+    "convolutions, batch norm, ReLU": partial(convnet, nn.ReLU, norm=True),
+    "convolutions, sigmoid": partial(convnet, nn.Sigmoid, norm=False),
+    "ViT of VNN-COMP": lambda: vit.read(exported(published_vit(0))),
+    "ViT, layer norms, GELU": partial(small_model, "standard", 0),
+    "ViT, class token": partial(small_model, "cls", 0),
+    "ViT, smooth projections": partial(small_model, "smooth", 0),
+}
+
+
+def rows_of(name: str, norm: str) -> Iterator[Row]:
+    """Yield a row per eps."""
+    torch.manual_seed(0)
+    model = NETWORKS[name]().double().eval()
+    channels = next((w.shape[1] for w in model.parameters() if w.ndim == 4), 1)
+    x = torch.rand(IMAGES, channels, SIZE, SIZE, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(x)
+    baked = bake(model)
+    program, ball, theirs = program_of(baked, x.shape[1:]), Ball(norm, x[0].numel()), crown.traced(baked, x[:1], norm)
+
+    def our_lower(image: Tensor, rows: Tensor, eps: float) -> Tensor:
+        bounds = Bounds.on_balls(program, image.unsqueeze(1), torch.tensor([eps], dtype=x.dtype), ball)
+        return lowest(bounds, rows[None])[0]
+
+    for eps in EPS[norm]:
+        ratios, times = list[Tensor](), [0.0, 0.0]
+        for image, logits_J in zip(x.split(1), logits, strict=True):
+            label = int(logits_J.argmax())
+            eye = torch.eye(len(logits_J), dtype=x.dtype)
+            rows = eye[label] - eye[[j for j in range(len(eye)) if j != label]]
+            losses = list[Tensor]()
+            for k, lower in enumerate((our_lower, theirs)):
+                start = time.perf_counter()
+                losses.append(rows @ logits_J - lower(image, rows, eps))
+                times[k] += time.perf_counter() - start
+            ratios.append(losses[0] / losses[1])
+        ratio = torch.cat(ratios)
+        figures = {"most": float(ratio.max()), "median": float(ratio.median()), "time": times[0] / times[1]}
+        yield {"network": name, "norm": norm, "eps": eps} | {key: round(value, 7) for key, value in figures.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
+    options = parser.parse_args()
+    if not crown.installed():
+        sys.exit(f"auto_LiRPA is not installed; {crown.INSTALL}")
+    rows = list[Row]()
+    with torch.no_grad():
+        for name, norm in product(options.only, EPS):
+            for row in rows_of(name, norm):
+                print(row, flush=True)
+                rows.append(row)
+    if options.only == list(NETWORKS):
+        record("crown_cpu", {"images": IMAGES, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
