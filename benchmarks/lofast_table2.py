@@ -1,9 +1,9 @@
-"""LoFAST's Table 2: certify by Theorem 1 first, and by linear bounds only what it leaves open.
+"""LoFAST's Table 2: certify by Theorem 1 first, and by a slower method only what it leaves open.
 
 Each method gets the same images, one at a time. A combination certifies what either of its methods certifies; it costs
 the time of Theorem 1 for every image and that of the other for the images left open. Seconds are means over the
 correctly classified images, since wrong ones need no bound. `crown` is auto_LiRPA's (certify/methods/crown.py says how
-to install it), `linear` ours.
+to install it), `adjoint` ours.
 
     python -m benchmarks.lofast_table2 runs/lofast_vit_c10-cifar10-s0/handover SHARDS
 """
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from benchmarks.bench_certify import handed_over
 from benchmarks.record import record
-from certify.linear.linear import Linear
+from certify.adjoint.adjoint import Adjoint
 from certify.methods import crown
 from certify.methods.lofast import LoFAST
 from certify.shared.certificate import Certifier
 from certizoo.progress import progress_bar
 
 EPS = (0.02, 0.05, 0.1)
-METHODS: dict[str, Callable[[nn.Module], Certifier]] = {"lofast": LoFAST, "crown": crown.Crown, "linear": Linear}
+METHODS: dict[str, Callable[[nn.Module], Certifier]] = {"lofast": LoFAST, "crown": crown.Crown, "adjoint": Adjoint}
 FIRST = "lofast"
 Row = dict[str, Any]
 
