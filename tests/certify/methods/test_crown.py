@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from benchmarks.vnncomp import vit
@@ -220,6 +220,59 @@ def test_what_is_traced_is_the_same_function(name: str) -> None:
     with torch.no_grad(), Plain():
         rewritten = plain(baked)(x)
     torch.testing.assert_close(rewritten, baked(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("power", [lambda z: z**2, lambda z: z.pow(2), torch.square, lambda z: torch.pow(z, 2)])
+def test_squares_are_traced_as_products(power: Callable[[Tensor], Tensor]) -> None:
+    """Bounds of z**2 by auto_LiRPA 0.7.1 are wrong; those of z * z are right."""
+    z = torch.tensor([1.0, -2.0])
+    with Plain():
+        graph = torch.jit.trace(power, (z,)).graph
+        assert torch.equal(power(z), z * z)
+    assert {node.kind() for node in graph.nodes()} == {"aten::mul"}
+
+
+@pytest.mark.parametrize("power", [lambda z: z**4, lambda z: z.pow(3)])
+def test_other_powers_are_refused(power: Callable[[Tensor], Tensor]) -> None:
+    with Plain(), pytest.raises(NotImplementedError, match="even powers are wrong"):
+        power(torch.ones(1))
+
+
+class OneFunction(nn.Module):
+    """Logits f(z) and 0 of an image's only pixel z."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.f(x.flatten(1) * torch.ones(1, 3, dtype=x.dtype)).mean(1, keepdim=True)
+        return torch.cat([z, 0 * z], 1)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": lambda z: z**2,
+    "root": lambda z: (z**2 + 1).sqrt(),
+    "quotient": lambda z: z / (z**2 + 1).sqrt(),
+    "exponential": torch.exp,
+    "softmax": lambda z: torch.softmax(z * z.new_tensor([1.0, -2.0, 0.5]), -1) * z.new_tensor([1.0, 0.2, -0.3]),
+    "product": lambda z: z * torch.sigmoid(z),
+    **{name: getattr(nn.functional, name) for name in ("relu", "gelu", "tanh", "sigmoid", "leaky_relu")},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bounds_of_auto_lirpa_contain_the_values_of_a_function(name: str) -> None:
+    pytest.importorskip("auto_LiRPA", reason=f"the real one is not installed: {door.INSTALL}")
+    model = OneFunction(FUNCTIONS[name]).eval()
+    lower = door.traced(model, torch.zeros(1, 1, 1, 1, dtype=torch.float64), "linf")
+    for low, high in ((1.0, 2.0), (-2.0, -1.0), (-0.5, 1.0), (-1.0, 0.5), (-4.0, 4.0), (0.3, 0.31)):
+        middle = torch.full((1, 1, 1, 1), (low + high) / 2, dtype=torch.float64)
+        values = model(torch.linspace(low, high, 1001, dtype=torch.float64).view(-1, 1, 1, 1))[:, 0]
+        for sign in (1.0, -1.0):
+            bound = float(lower(middle, torch.tensor([[sign, 0.0]], dtype=torch.float64), (high - low) / 2))
+            assert bound <= float((sign * values).min()) + door.TOLERANCE
 
 
 @pytest.mark.parametrize("parts", ["smooth", "lofast", "standard"])
