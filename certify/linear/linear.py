@@ -8,17 +8,21 @@ Where a loss is hardly above its margin, slopes and planes are chosen for this m
 Letters: B images, J classes, y the label, I some of the images.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from certify.linear.backward import Bounds, lowest
 from certify.linear.capture import program_of
+from certify.linear.enclosures.scalars import Elementwise, Scalar
 from certify.linear.program import Program
 from certify.linear.tuned import tuned
 from certify.shared.bake import Model, model_of
 from certify.shared.ball import L2, Ball, known
 from certify.shared.certificate import Certificate, Clean, checked, decide, per_image, same_function
 from zoo.bounds.first_order import trunk
+from zoo.bounds.rule_table import NoRule
 
 TOGETHER = 4  # images bounded at once
 NEAR = 0.3  # the best slopes are searched for losses above a margin by less than this share of it
@@ -67,25 +71,46 @@ class LinearAnalysis:
 class Linear:
     """The certifier of one model. The program is captured for the shape of the first images.
 
-    Raises NoRule for a model with a module without rules, and `analyse` for an operation without linear bounds. Proof:
-    docs/proofs.md#linear-bounds.
+    Raises NoRule for a model with a module without rules, and `analyse` for an operation without linear bounds, or for
+    more than `most` units with kinks. Proof: docs/proofs.md#linear-bounds.
     """
 
-    def __init__(self, model: nn.Module | Model, norm: str = L2) -> None:
-        self.norm = known(norm)
+    def __init__(self, model: nn.Module | Model, norm: str = L2, most: float = math.inf) -> None:
+        self.norm, self._most = known(norm), most
         self.model = model_of(model)
         self.baked = self.model.exact
         _, self.head = trunk(self.baked)
-        self._programs: dict[tuple[int, ...], Program] = {}
+        self._programs: dict[tuple[int, ...], Program | NoRule] = {}
 
     @torch.no_grad()
     def analyse(self, images_BCHW: Tensor, labels_B: Tensor) -> LinearAnalysis:
         """Analyse images (B, C, H, W) in [0,1] with labels (B,) of the model's classes."""
         images, labels = checked(images_BCHW, labels_B, self.head)
+        program = self._program(tuple(images.shape[1:]))
         clean = self.model.answers(images, labels)
-        shape = tuple(images.shape[1:])
-        if shape not in self._programs:
-            self._programs[shape] = program_of(self.baked, shape)
-        program = self._programs[shape]
         same_function(program.values(images.unsqueeze(1)), clean)
         return LinearAnalysis(clean, Ball(self.norm, images[0].numel()), program, images)
+
+    def _program(self, shape: tuple[int, ...]) -> Program:
+        """Return the program for images of a shape; the reason why there is none is remembered as well."""
+        if shape not in self._programs:
+            try:
+                self._programs[shape] = self._captured(shape)
+            except NoRule as refusal:
+                self._programs[shape] = refusal
+        found = self._programs[shape]
+        if isinstance(found, NoRule):
+            raise found
+        return found
+
+    def _captured(self, shape: tuple[int, ...]) -> Program:
+        program = program_of(self.baked, shape)
+        if (count := kinked_units(program)) > self._most:
+            raise NoRule(self.baked, f"linear bounds: {count} units with kinks are more than {self._most}")
+        return program
+
+
+def kinked_units(program: Program) -> int:
+    """Return the number of units with kinks, which are bounded one by one."""
+    functions = [step for step in program.steps if isinstance(step, Elementwise)]
+    return sum(math.prod(step.shape) for step in functions if isinstance(step.f, Scalar) and step.f.kinks)
