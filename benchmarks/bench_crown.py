@@ -6,7 +6,8 @@
 Ours is one backward pass without a search for slopes, as is CROWN. Networks are random and get random images.
 certify/methods/crown.py says how to install auto_LiRPA.
 
-    python -m benchmarks.bench_crown         # to benchmarks/results/crown_cpu.json
+    python -m benchmarks.bench_crown                  # to benchmarks/results/crown_cpu.json
+    python -m benchmarks.bench_crown --cells 1024     # curved functions on a finer grid: printed only
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benchmarks.record import record
 from benchmarks.vnncomp import vit
 from certify.linear.backward import Bounds, lowest
 from certify.linear.capture import program_of
+from certify.linear.enclosures import scalars
 from certify.methods import crown
 from certify.shared.bake import bake
 from certify.shared.ball import Ball
@@ -106,7 +108,9 @@ def rows_of(name: str, norm: str) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS), metavar="NETWORK")
+    parser.add_argument("--cells", type=int, default=scalars.PARTS, help="of the grid of a curved function")
     options = parser.parse_args()
+    scalars.PARTS, finer = options.cells, options.cells != scalars.PARTS
     if not crown.installed():
         sys.exit(f"auto_LiRPA is not installed; {crown.INSTALL}")
     rows = list[Row]()
@@ -115,7 +119,7 @@ def main() -> None:
             for row in rows_of(name, norm):
                 print(row, flush=True)
                 rows.append(row)
-    if options.only == list(NETWORKS):
+    if options.only == list(NETWORKS) and not finer:
         record("crown_cpu", {"images": IMAGES, "rows": rows})
 
 
