@@ -11,6 +11,7 @@ are computed for the entries that a relaxation needs.
 Letters: B images, R functionals of each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from certify.linear.enclosures.forms import Form
 from certify.linear.enclosures.steps import TINY, Box, Free, Relaxed, inner
 from certify.linear.program import Program
 from certify.shared.ball import LINF, Ball
-from zoo.arithmetic import OUT, U, gamma, length, nan_to_inf
+from zoo.arithmetic import OUT, U, broadcast_batch, gamma, length, nan_to_inf
 
 ENTRIES = 2**20  # of one tensor of functionals, so that it stays in the cache
 GPU = 64  # times as many on a GPU
@@ -72,6 +73,10 @@ class Bounds:
         *chain, base = self.program.chain(number)
         if needed is None or base == 0 or self.program.steps[base - 1].tight or self.boxes[number].form is not None:
             return
+        if self.eps_B is not None and (lengths := self.program.lengths(base)) is not None:
+            self.boxes[base] = self.boxes[base].meet(self._on_ball(base, lengths, self.eps_B))
+            self._along(chain)
+            return
         open_ = needed.any(0, keepdim=True)
         for k in chain:
             open_ = self.relaxed[k - 1].back(open_.to(self.x).unsqueeze(1)).parts[0].squeeze(1) != 0
@@ -80,9 +85,22 @@ class Bounds:
         if len(entries):
             bounded[base] = done | open_
             self.boxes[base] = self.boxes[base].meet(self.box(base, entries))
-            for k in reversed(chain):
-                step = self.program.steps[k - 1]
-                self.boxes[k] = self.boxes[k].meet(step.box(*(self.boxes[j] for j in step.inputs)))
+            self._along(chain)
+
+    def _along(self, chain: Sequence[int]) -> None:
+        """Make the boxes of a chain smaller, its last result first, by that of its base."""
+        for k in reversed(chain):
+            step = self.program.steps[k - 1]
+            self.boxes[k] = self.boxes[k].meet(step.box(*(self.boxes[j] for j in step.inputs)))
+
+    def _on_ball(self, number: int, lengths: Tensor, eps_B: Tensor) -> Box:
+        """Return the box of an affine function of the image on the balls in L2, which backward bounds would find."""
+        at = Box(self.x, self.x)
+        for k in self.program.path(number):
+            at = self.program.steps[k - 1].box(at)
+        reach = broadcast_batch(eps_B, lengths.shape) * lengths * OUT
+        off = 4 * U * (at.size + reach)
+        return Box(at.lower - reach - off, at.upper + reach + off)
 
     def _form(self, number: int, pays_B: Tensor) -> None:
         """Bound a result by linear functions of the image, and make its box smaller by them."""

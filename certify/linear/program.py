@@ -1,12 +1,16 @@
 """A program: operations on one image, in order, as steps that have linear bounds (capture.py writes it)."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from certify.linear.enclosures.steps import Affine, Pull, Shape, Step, gathered
+from zoo.arithmetic import OUT, gamma, length
+
+TOGETHER = 2**20  # entries of rows computed at once
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Program:
     device: torch.device
     steps: list[Step] = field(default_factory=list)
     result: Ref | None = None
+    _lengths: dict[int, Tensor | None] = field(default_factory=dict)
 
     def zeros(self, shape: Sequence[int]) -> Tensor:
         return torch.zeros(tuple(shape), dtype=torch.float64, device=self.device)
@@ -59,6 +64,43 @@ class Program:
         """Return the step whose result this is, rearranged or not; None for the image."""
         number = self.base(ref.number)
         return self.steps[number - 1] if number else None
+
+    def lengths(self, number: int) -> Tensor | None:
+        """Bound how much a unit step of the image in L2 moves each entry of a result, (*shape).
+
+        None if the result is not an affine function of the image, made step by step from one input each. What torch
+        computes of a row of J = J_k ... J_1 is off by at most gamma |J_k| ... |J_1|, whose rows are no longer than the
+        sums of their entries.
+        """
+        if number not in self._lengths:
+            self._lengths[number] = self._measured(number)
+        return self._lengths[number]
+
+    def path(self, number: int) -> list[int]:
+        """Return the results from the image to this one if each is an affine function of the one before it, else []."""
+        found = list[int]()
+        while number:
+            step = self.steps[number - 1]
+            if not isinstance(step, Affine) or len(step.inputs) != 1:
+                return []
+            found.append(number)
+            (number,) = step.inputs
+        return found[::-1]
+
+    def _measured(self, number: int) -> Tensor | None:
+        path = [step for k in self.path(number) if isinstance(step := self.steps[k - 1], Affine)]
+        if not path:
+            return None
+        shape, sums, terms = path[-1].shape, self.zeros(self.image.shape) + 1, sum(step.terms + 8 for step in path)
+        for step in path:
+            sums = step.absolute(sums)
+        found, count = list[Tensor](), math.prod(shape)
+        for some in torch.arange(count, device=sums.device).split(max(1, TOGETHER // math.prod(self.image.shape))):
+            rows = nn.functional.one_hot(some, count).to(sums).view(-1, *shape)
+            for step in reversed(path):
+                (rows,) = step.transpose(rows)
+            found.append(length(rows.flatten(1)))
+        return (torch.cat(found) + gamma(2 * terms) * sums.flatten()).view(shape) * OUT
 
     def chain(self, number: int) -> list[int]:
         """Return the results from this one back to its base, which comes last."""

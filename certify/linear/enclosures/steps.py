@@ -177,8 +177,12 @@ class Affine:
 
     def relaxed(self, *boxes: Box) -> "Pulled":
         exact = self.moves and self.offset is None and self.terms == 0
-        pull = self.pull or transposed(self.apply, [boxes[0].lower.new_zeros(shape) for shape in self.shapes])
-        return Pulled(pull, self.constant, None if exact else self._size(*boxes), self.terms)
+        return Pulled(self.transpose, self.constant, None if exact else self._size(*boxes), self.terms)
+
+    def transpose(self, a: Tensor) -> tuple[Tensor, ...]:
+        """Return J_1^T a, J_2^T a, ... for functionals a (K, *shape)."""
+        pull = self.pull or transposed(self.apply, [a.new_zeros(shape) for shape in self.shapes])
+        return pull(a)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.vnncomp import vit
 from certify import certified_radius, certify
-from certify.api import certifier
+from certify.api import captured, certifier
 from certify.linear.backward import Bounds, lowest
+from certify.linear.capture import program_of
 from certify.linear.linear import Linear, LinearAnalysis
 from certify.linear.tuned import tuned
 from certify.shared.bake import bake
@@ -210,3 +211,19 @@ def test_a_box_without_a_finite_bound_is_unknown() -> None:
     found = certify(model, x, y, 1e3, "linear")
     assert not found.certified_B.any()
     assert found.correct_B.all()
+
+
+def test_lengths_of_affine_results_are_those_of_dense_rows() -> None:
+    """Convolutions, normalisation and moves before the first curve; nothing behind it."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)  # type: ignore[arg-type]
+    first = nn.Sequential(nn.Conv2d(1, 3, 3, 2, 1), norm, nn.Flatten(), nn.Linear(48, 5)).double().eval()
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(5, 4)).double().eval()
+    program = program_of(bake(captured(model, (1, 8, 8))), (1, 8, 8))
+    exact = torch.autograd.functional.jacobian(first, torch.rand(1, 1, 8, 8).double()).flatten(2)[0].norm(dim=-1)
+    found = [program.lengths(k + 1) for k, step in enumerate(program.steps) if tuple(step.shape) == (1, 5)]
+    assert [lengths is None for lengths in found] == [False, True]
+    assert found[0] is not None
+    torch.testing.assert_close(found[0].flatten(), exact, rtol=1e-8, atol=0)
+    assert (found[0].flatten() >= exact).all()
