@@ -15,7 +15,7 @@ from certify.linear.backward import Bounds, lowest
 from certify.linear.capture import program_of
 from certify.linear.linear import Linear, LinearAnalysis
 from certify.linear.tuned import tuned
-from certify.shared.bake import bake
+from certify.shared.bake import bake, model_of
 from tests.tools.ascent import ascend, ascend_box, margin_loss
 from tests.tools.cases import mostly_slow
 from tests.tools.exported_vit import exported, published_vit
@@ -220,7 +220,7 @@ def test_lengths_of_affine_results_are_those_of_dense_rows() -> None:
     nn.init.uniform_(norm.running_var, 0.5, 2.0)  # type: ignore[arg-type]
     first = nn.Sequential(nn.Conv2d(1, 3, 3, 2, 1), norm, nn.Flatten(), nn.Linear(48, 5)).double().eval()
     model = nn.Sequential(first, nn.ReLU(), nn.Linear(5, 4)).double().eval()
-    program = program_of(bake(captured(model, (1, 8, 8))), (1, 8, 8))
+    program = program_of(model_of(captured(model, (1, 8, 8))).exact, (1, 8, 8))
     exact = torch.autograd.functional.jacobian(first, torch.rand(1, 1, 8, 8).double()).flatten(2)[0].norm(dim=-1)
     found = [program.lengths(k + 1) for k, step in enumerate(program.steps) if tuple(step.shape) == (1, 5)]
     assert [lengths is None for lengths in found] == [False, True]
