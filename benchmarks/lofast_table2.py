@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether an image is certified, and the seconds that it took to find out."""
+    """An answer for one image: certified or not, and the seconds that it took."""
 
     certified: bool
     seconds: float

@@ -108,7 +108,7 @@ class CloserEllipsoids(BentEllipsoids):
 
     @cached_property
     def _at_inputs(self) -> dict[int, Moved]:
-        """What units make of these triples at all leaves without units; it serves all rivals."""
+        """The effect of units on all leaves without units, for these triples; it serves all rivals."""
         return self._triples.moved([at for at in self.formed if at not in self._units])
 
     def _beta(self, at: int, known: Before) -> Tensor:

@@ -78,7 +78,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one order of units adds to the inputs of leaves, (M, B, ...) for all triples, and its sources."""
+    """The changes of the inputs of leaves by one order of units, (M, B, ...) for all triples, and their sources."""
 
     inputs: Vectors
     made: Made
