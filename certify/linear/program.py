@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from certify.linear.enclosures.steps import Affine, Pull, Shape, Step, gathered
+from certify.linear.enclosures.steps import Affine, Pull, Shape, Step, gathered, transposed
 from zoo.arithmetic import OUT, gamma, length
 
 TOGETHER = 2**20  # entries of rows computed at once
@@ -98,7 +98,7 @@ class Program:
         for some in torch.arange(count, device=sums.device).split(max(1, TOGETHER // math.prod(self.image.shape))):
             rows = nn.functional.one_hot(some, count).to(sums).view(-1, *shape)
             for step in reversed(path):
-                (rows,) = step.transpose(rows)
+                (rows,) = step.pull(rows)
             found.append(length(rows.flatten(1)))
         return (torch.cat(found) + gamma(2 * terms) * sums.flatten()).view(shape) * OUT
 
@@ -122,8 +122,7 @@ def affine(
     pull: Pull | None = None,
 ) -> Ref:
     """Add an affine step; its shape is that of `apply` on zeros."""
-    shapes = tuple(ref.shape for ref in refs)
-    zeros = [program.zeros(shape) for shape in shapes]
+    zeros = [program.zeros(ref.shape) for ref in refs]
     y = apply(*zeros)
     if moves and len(refs) == 1 and pull is None and offset is None:
         pull = gathered(apply, zeros[0])
@@ -135,10 +134,9 @@ def affine(
             absolute=absolute or apply,
             terms=terms,
             offset=None if offset is None else offset.abs().expand(y.shape),
-            shapes=shapes,
+            pull=pull or transposed(apply, zeros),
             moves=moves,
             entrywise=entrywise or (moves and len(refs) == 1),
-            pull=pull,
             constant=None if offset is None else y,
         )
     )

@@ -134,10 +134,9 @@ class Affine:
         absolute: |J_1| X_1 + |J_2| X_2 + ... of sizes.
         terms: of the longest sum in J or in its transpose; 0 for entries that are moved, each to one place at most.
         offset: never below the moduli of the terms of c.
-        shapes: of x_1, x_2, ...
+        pull: a -> J_1^T a, J_2^T a, ... for any number of functionals, (K, *shape) -> (K, *shape of the input).
         moves: whether every entry of y is one of the inputs or a constant.
         entrywise: whether every entry of y depends on at most one of x_1.
-        pull: a -> J_1^T a, J_2^T a, ... for any number of functionals, (K, *shape) -> (K, *shape of the input).
         constant: c, None if it is 0.
     """
 
@@ -147,10 +146,9 @@ class Affine:
     absolute: Callable[..., Tensor]
     terms: int
     offset: Tensor | None
-    shapes: tuple[Shape, ...]
+    pull: Pull
     moves: bool = False
     entrywise: bool = False
-    pull: Pull | None = None
     constant: Tensor | None = None
     tight: bool = False
 
@@ -177,12 +175,7 @@ class Affine:
 
     def relaxed(self, *boxes: Box) -> "Pulled":
         exact = self.moves and self.offset is None and self.terms == 0
-        return Pulled(self.transpose, self.constant, None if exact else self._size(*boxes), self.terms)
-
-    def transpose(self, a: Tensor) -> tuple[Tensor, ...]:
-        """Return J_1^T a, J_2^T a, ... for functionals a (K, *shape)."""
-        pull = self.pull or transposed(self.apply, [a.new_zeros(shape) for shape in self.shapes])
-        return pull(a)
+        return Pulled(self.pull, self.constant, None if exact else self._size(*boxes), self.terms)
 
 
 @dataclass(frozen=True)
