@@ -93,9 +93,10 @@ class Program:
             return None
         shape, sums, terms = path[-1].shape, self.zeros(self.image.shape) + 1, sum(step.terms + 8 for step in path)
         for step in path:
-            sums = step.absolute(sums)
+            sums = step.absolute(sums).abs()  # a step that moves entries keeps its constants
         found, count = list[Tensor](), math.prod(shape)
-        for some in torch.arange(count, device=sums.device).split(max(1, TOGETHER // math.prod(self.image.shape))):
+        few = max(1, TOGETHER // max(count, math.prod(self.image.shape)))
+        for some in torch.arange(count, device=sums.device).split(few):
             rows = nn.functional.one_hot(some, count).to(sums).view(-1, *shape)
             for step in reversed(path):
                 (rows,) = step.pull(rows)
