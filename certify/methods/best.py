@@ -5,8 +5,8 @@ All methods certify the same baked function, eps and set of inputs.
 LoFAST replaces the Taylor certificate where that has no rules. It would prove nothing more: on 160 images
 of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
 
-Linear bounds join where the model has units with kinks, such as ReLUs, and few of them. There they proved up to twice the
-radius: of a random MLP of five layers in both norms, of two convolutions in Linf. On smooth models they proved less.
+Linear bounds join where the model has units with kinks, such as ReLUs, and few of them. There they proved up to twice
+the radius: of a random MLP of five layers in both norms, of two convolutions in Linf. On smooth models they proved less.
 """
 
 from collections.abc import Callable, Sequence
