@@ -6,7 +6,7 @@ LoFAST replaces the Taylor certificate where that has no rules. It would prove n
 of 40 kinds of models its radius was at most 0.82 of that of `adjoint`, for a fifth of the time.
 
 Linear bounds join where the model has units with kinks, such as ReLUs, and few of them. There they proved up to twice
-the radius: of a random MLP of five layers in both norms, of two convolutions in Linf. On smooth models they proved less.
+the radius: of a random MLP of five layers in both norms, of two convolutions in Linf. On smooth models it was less.
 """
 
 from collections.abc import Callable, Sequence
