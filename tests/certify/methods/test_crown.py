@@ -1,5 +1,6 @@
 """The interface to auto_LiRPA: the traced model is the same function, and anything short of a proof is `unknown`."""
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ class StandIn:
         class Bounded:
             def __call__(_, z: Tensor) -> Tensor:
                 return model(z)
+
+            def nodes(_) -> list[Any]:
+                return []
 
             def compute_bounds(_, *, x: Sequence[Any], C: Tensor, method: str, bound_upper: bool) -> Any:
                 assert method == "CROWN"
@@ -273,6 +277,13 @@ def test_bounds_of_auto_lirpa_contain_the_values_of_a_function(name: str) -> Non
         for sign in (1.0, -1.0):
             bound = float(lower(middle, torch.tensor([[sign, 0.0]], dtype=torch.float64), (high - low) / 2))
             assert bound <= float((sign * values).min()) + door.TOLERANCE
+
+
+@pytest.mark.parametrize("power", [lambda z: z.clone().pow_(2), lambda z: operator.ipow(z.clone(), 2)])
+def test_powers_that_get_past_the_mode_are_refused(power: Callable[[Tensor], Tensor]) -> None:
+    pytest.importorskip("auto_LiRPA", reason=f"the real one is not installed: {door.INSTALL}")
+    with pytest.raises(NotImplementedError, match="even powers are wrong"):
+        door.traced(OneFunction(power).eval(), torch.ones(1, 1, 1, 1, dtype=torch.float64), "linf")
 
 
 @pytest.mark.parametrize("parts", ["smooth", "lofast", "standard"])
