@@ -52,7 +52,8 @@ def _model(name: str, size: int | None) -> tuple[nn.Module, int, int]:
     torch.manual_seed(0)
     if Path(name).is_dir():
         found, config = zoo.handover.load(Path(name))
-        return found, size or config["model"]["img_size"], config["model"].get("in_chans", 3)
+        channels, own, _ = zoo.input_size(config["model"])
+        return found, size or own, channels
     if user_models.is_function(name):
         user_models.trust(name)
         return user_models.from_function(name), size or 32, 3

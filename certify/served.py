@@ -12,6 +12,7 @@ from certizoo import UserError
 from certizoo.inputs import images_given
 from certizoo.registry import manifest
 from zoo import handover
+from zoo.models.factory import input_size
 
 
 class Served:
@@ -22,8 +23,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.model, self.config = handover.load(folder)
-        options = self.config["model"]
-        self.shape_CHW = (options.get("in_chans", 3), options["img_size"], options["img_size"])
+        self.shape_CHW = input_size(self.config["model"])
 
     @torch.no_grad()
     def predict(self, images_BCHW: np.ndarray, params: object = None) -> np.ndarray:

@@ -4,7 +4,7 @@ import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports i
 from zoo import export, handover, hinge, penalty, primitives, rules, spectral, weights
 from zoo.attention.softmax import without_content
 from zoo.models import convert
-from zoo.models.factory import attention_name, create_model, list_models, model_options
+from zoo.models.factory import attention_name, create_model, input_size, list_models, model_options
 
 __all__ = [
     "attention_name",
@@ -13,6 +13,7 @@ __all__ = [
     "export",
     "handover",
     "hinge",
+    "input_size",
     "list_models",
     "model_options",
     "penalty",

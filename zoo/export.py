@@ -20,6 +20,7 @@ from certizoo.nearest import unknown
 from zoo import handover
 from zoo.layers.fold import folded
 from zoo.models.convert import to_timm
+from zoo.models.factory import input_size
 
 Shape = tuple[int, int, int]
 
@@ -48,8 +49,7 @@ def export(model: nn.Module, path: Path, format: str, image: Shape) -> None:
 def export_handover(folder: Path, path: Path, format: str) -> None:
     """Export the hand-over in `folder`; see `export`."""
     model, config = handover.load(folder)
-    options = config["model"]
-    export(model, path, format, (options["in_chans"], options["img_size"], options["img_size"]))
+    export(model, path, format, input_size(config["model"]))
 
 
 def _timm(model: nn.Module, path: Path, images_BCHW: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from certizoo import UserError
 from certizoo.files import disk_errors, sha256
 from zoo import handover
-from zoo.models.factory import Options, create_model, model_options
+from zoo.models.factory import Options, create_model, input_size, model_options
 from zoo.models.pretrained import fit, read
 from zoo.originals import IMAGES, TOLERANCE, NoOriginalError, largest_difference, original
 from zoo.weights.files import EMA, Weights
@@ -55,7 +55,7 @@ def _compared(model: nn.Module, weights: Weights, options: Options, source: str)
     """Compare the logits with the original's, and describe the result. Raises UserError if they differ."""
     try:
         other, theirs = original(weights, model, options)
-        found = largest_difference(model, theirs, (options["in_chans"], options["img_size"], options["img_size"]))
+        found = largest_difference(model, theirs, input_size(options))
     except NoOriginalError as reason:
         return f"logits not compared: {reason}"
     if not found <= TOLERANCE:

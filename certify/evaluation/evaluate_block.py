@@ -52,7 +52,7 @@ class EvaluateBlock:
         options = zoo.model_options(**self.config["model"])
         self.certifier, self.settings = None, settings
         if settings.method and proved is None:
-            shape_CHW = options["in_chans"], options["img_size"], options["img_size"]
+            shape_CHW = zoo.input_size(options)
             model = captured(self.model, shape_CHW)
             self.settings = settings = settings.of(model, shape_CHW)
             of = str(settings.method), settings.served_dtype, settings.nonce, settings.norm

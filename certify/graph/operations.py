@@ -31,7 +31,7 @@ from certify.graph.values import (
     materialised,
     step,
 )
-from zoo.layers.convolution import CircularConv2d, wrapped
+from zoo.layers.convolution import CircularConv2d, margins_of, wrapped
 from zoo.layers.norms import SmoothProject
 from zoo.primitives.activations import Abs
 from zoo.primitives.diagonal import Diagonal
@@ -259,10 +259,9 @@ def conv2d(
 
 def _is_around(x: Value, size: tuple[int, int], dilation: tuple[int, int]) -> bool:
     """Return whether a tensor is the image of a node with the rows and columns around it that the kernel reaches."""
-    sides = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
-    if not any(sides) or any(side % 2 for side in sides) or x.constant is not None or len(x.node.shape) != 3:
+    margins = margins_of(size, dilation)
+    if margins is None or margins == (0, 0) or x.constant is not None or len(x.node.shape) != 3:
         return False
-    margins = (sides[0] // 2, sides[1] // 2)
     if any(margin > side for margin, side in zip(margins, x.node.shape[1:], strict=True)):
         return False
     return torch.equal(x.index, wrapped(Value.of(x.node).index, margins))

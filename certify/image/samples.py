@@ -16,10 +16,11 @@ from certify.image.joint import Joint, Noise, Sizes
 from certify.image.measured import Draw, identity
 from zoo.arithmetic import broadcast_batch
 from zoo.bounds import lanczos
-from zoo.bounds.contracts import Forms, QuadraticForm
+from zoo.bounds.contracts import Forms, Hessian, QuadraticForm
 from zoo.bounds.tape import Tape
 
 SECOND = 1.2  # what is proved of a remainder relative to the norm of D^2 f[H, H'] in samples, approximately
+FAR = 100.0  # third order relative to the whole remainder from which on the second order is of no use
 LENGTHS = (1e-100, 1e100)  # range of lengths
 
 
@@ -79,19 +80,37 @@ class Samples:
 
     def rest(self, at: int, v: Tensor, joint: Joint, weight: Tensor, total_B: Tensor) -> Tensor:
         """Estimate |r / weight| (B,) of a leaf's remainder r, for Theta before the leaf."""
-        leaf, form = self.tape.leaves[at], identity(self.most_B)
-        if self.second and leaf.hessian is not None:
-            pairs = len(v) // 2
-            r_BMN = (leaf.hessian.bilinear(v[:pairs], v[pairs : 2 * pairs]) / weight).flatten(2).movedim(1, 0)
-            square_B = torch.linalg.eigvalsh((r_BMN @ r_BMN.mT).nan_to_num(0.0, 0.0, 0.0))[:, -1] / pairs
-            return SECOND * total_B * square_B.sqrt()
-        if leaf.forms is not None:
-            form = leaf.forms.of_rest(self.reach(at, v, total_B), 1 / weight)
+        leaf = self.tape.leaves[at]
+        if leaf.forms is None:
+            length_B = self._length(at, joint, identity(self.most_B), total_B)
+            return leaf.beta(length_B) / weight.flatten(1).amin(1)
+        reach = self.reach(at, v, total_B)
+        length_B = self._length(at, joint, leaf.forms.of_rest(reach, 1 / weight), total_B)
+        if not self.second or leaf.hessian is None:
+            return length_B
+        rows = self._rows(leaf.hessian, v, total_B)
+        third_B = self._length(at, joint, leaf.hessian.of_third(reach, rows, 1 / weight), total_B)
+        second_B = self._second(leaf.hessian, v, weight, total_B)
+        return torch.where(third_B < FAR * length_B, second_B, length_B)
+
+    def _length(self, at: int, joint: Joint, form: QuadraticForm, total_B: Tensor) -> Tensor:
+        """Estimate the root of a form at the input of a leaf."""
         start = self.draw(torch.Size([joint.room(at)]), f"length {at}", self.most_B[:, None])
         length_B = self._around(total_B) * self._ritz(joint, {at: form}, start)
-        if at in self.sizes:
-            length_B = torch.fmin(length_B, form.largest[0].sqrt() * self.sizes[at])
-        return leaf.beta(length_B) / weight.flatten(1).amin(1) if leaf.forms is None else length_B
+        return torch.fmin(length_B, form.largest[0].sqrt() * self.sizes[at]) if at in self.sizes else length_B
+
+    def _rows(self, hessian: Hessian, v: Tensor, total_B: Tensor) -> Tensor:
+        """Estimate the lengths of all L_r H, from changes v of the input: (B, R)."""
+        rows = hessian.rows(v).nan_to_num(0.0, 0.0, 0.0).movedim(0, -1)
+        norm = (torch.linalg.eigvalsh(rows @ rows.mT)[..., -1] / len(v)).clamp_min(0).sqrt()
+        return norm * self._around(total_B)[:, None]
+
+    def _second(self, hessian: Hessian, v: Tensor, weight: Tensor, total_B: Tensor) -> Tensor:
+        """Estimate |D^2 f[H, H] / weight| / 2 from pairs of changes."""
+        pairs = len(v) // 2
+        r_BMN = (hessian.bilinear(v[:pairs], v[pairs : 2 * pairs]) / weight).flatten(2).movedim(1, 0)
+        square_B = torch.linalg.eigvalsh((r_BMN @ r_BMN.mT).nan_to_num(0.0, 0.0, 0.0))[:, -1] / pairs
+        return SECOND * total_B * square_B.sqrt()
 
     def part(self, joint: Joint, forms: Mapping[int, QuadraticForm], source: int) -> Tensor:
         """Estimate the seminorm of the forms for changes of length 1 from one source: (B,)."""

@@ -20,7 +20,7 @@ from certify.linear.program import Program
 from certify.linear.tuned import tuned
 from certify.shared.bake import Model, model_of
 from certify.shared.ball import L2, Ball, known
-from certify.shared.certificate import Certificate, Clean, checked, decide, per_image, same_function
+from certify.shared.certificate import Certificate, Clean, checked, decide, margin_rows, per_image, same_function
 from zoo.bounds.first_order import trunk
 from zoo.bounds.rule_table import NoRule
 
@@ -57,8 +57,7 @@ class LinearAnalysis:
 
     def _loss(self, index_I: Tensor, eps_I: Tensor) -> Tensor:
         margin_IJ, label_I = self.clean.margin_BJ[index_I], self.clean.label_B[index_I]
-        identity = torch.eye(margin_IJ.shape[1], dtype=margin_IJ.dtype, device=margin_IJ.device)
-        rows_IJJ = identity[label_I].unsqueeze(1) - identity  # the label's own is 0
+        rows_IJJ = margin_rows(label_I, margin_IJ)
         bounds = Bounds.on_balls(self._program, self._x[index_I].unsqueeze(1), eps_I, self.ball)
         low_IJ = lowest(bounds, rows_IJJ)
         near_I = ((low_IJ <= 0) & (rows_IJJ != 0).any(-1) & (low_IJ > -NEAR * margin_IJ)).any(1)

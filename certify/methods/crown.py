@@ -31,7 +31,7 @@ from certify.methods.lofast import LoFAST
 from certify.shared.bake import Model
 from certify.shared.ball import L2, LINF, known
 from certify.shared.batching import CorrectImages
-from certify.shared.certificate import Certificate, checked, decide, of_images, per_image
+from certify.shared.certificate import Certificate, checked, decide, margin_rows, of_images, per_image
 from zoo.layers.mlp import SLL
 from zoo.layers.norms import LayerProject, SmoothProject
 
@@ -85,8 +85,7 @@ class CrownAnalysis:
         loss_J[self.clean.label_B[i]] = 0
         if self._bounds is None:
             return loss_J
-        eye_JJ = torch.eye(len(margin_J), dtype=margin_J.dtype, device=margin_J.device)
-        rows_RJ = eye_JJ[self.clean.label_B[i]] - eye_JJ[rival_J]
+        rows_RJ = margin_rows(self.clean.label_B[i : i + 1], margin_J)[0, rival_J]
         try:
             lower_R = self._bounds(self._images[i : i + 1], rows_RJ, eps).to(margin_J)
         except Exception as error:  # any error of the foreign library means unknown

@@ -154,10 +154,10 @@ class Predictor:
         options = config["model"]
         if "vocabulary" in options:
             raise UserError(f"{options['name']} is a model of sentences, not of photographs; run python -m certify")
-        self.channels, self.size = options["in_chans"], options["img_size"]
+        shape_CHW = zoo.input_size(options)
+        self.channels, self.size, _ = shape_CHW
         self.title = f"{options['name']} ({(config.get('data') or {}).get('name', 'unknown data')})"
         self.names = names_of((config.get("data") or {}).get("name", ""), options["num_classes"])
-        shape_CHW = self.channels, self.size, self.size
         self.given = captured(self.model, shape_CHW)
         self.method = named(asked.method, self.given, shape_CHW)
         self._certifiers: dict[str, Mapping[str, Certifier]] = {}

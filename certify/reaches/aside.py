@@ -92,7 +92,7 @@ class Aside:
         return replace(self, free=self.free.times(size), half=product(size, self.half))
 
 
-def free_length2(leaves: tuple[int, ...], grown: Grown | Before, like_B: Tensor) -> Tensor:
+def free_length2(leaves: Collection[int], grown: Grown | Before, like_B: Tensor) -> Tensor:
     """Return the square of the length of what these leaves add beyond their known orders: (B,).
 
     Not even where the whole remainder is shorter does it take this one's place: the orders of all leaves together may

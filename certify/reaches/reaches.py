@@ -21,7 +21,7 @@ docs/proofs.md#second-reaches.
 Letters: B images.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,12 +115,18 @@ class CloserEllipsoids(BentEllipsoids):
         """Bound what remainders and errors add to the functionals of a leaf: (B, ...)."""
         assert self._orders is not None
         length, t = self.lengths_of[at], broadcast_batch(known.e_B / self.most_B, self.lengths_of[at].shape[1:])
-        free_B = free_length2(tuple(known.theta), known, known.e_B) + known.theta_0[at]
-        rest = product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
+        rest = self._free(at, known.theta, known)
         if at in self.bent.halves:
             theta_B = self.bent.theta(at, known)
             rest = rest + product(self.bent.halves[at], broadcast_batch(theta_B, length.shape[1:]))
+            rest = torch.fmin(rest, self._free(at, [k for k in known.theta if k not in self.hessians], known))
         return nan_to_inf(self._orders.second[at] * t.square() + self._orders.third[at] * t**3 + rest)
+
+    def _free(self, at: int, ordered: Collection[int], known: Before) -> Tensor:
+        """Bound what remainders add to the functionals of a leaf beyond known orders, which `ordered` leaves have."""
+        length, whole = self.lengths_of[at], [known.theta[k] for k in known.theta if k not in ordered]
+        free_B = sum(whole, free_length2(ordered, known, known.e_B) + known.theta_0[at])
+        return product(length, broadcast_batch(free_B.sqrt(), length.shape[1:]))
 
     def _measured_third(self, at: int, reach: Tensor, first: Tensor, known: Before) -> Third:
         """Return the bound of |t / W| at the largest e."""

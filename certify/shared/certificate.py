@@ -141,6 +141,12 @@ def margins_of(logits_BJ: Tensor, labels_B: Tensor) -> Tensor:
     return (logits_BJ.gather(1, labels_B[:, None]) - logits_BJ).masked_fill(own_BJ, torch.inf)
 
 
+def margin_rows(label_B: Tensor, logits: Tensor) -> Tensor:
+    """Return the rows e_y - e_j of all margins, 0 for the label's own (B, J, J), in the type of `logits` (..., J)."""
+    identity = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    return identity[label_B].unsqueeze(1) - identity
+
+
 def same_function(logits_BJ: Tensor, clean: Clean) -> None:
     """Raise UserError unless the chain of rules and the model compute the same margins."""
     margin_BJ = margins_of(logits_BJ, clean.label_B)

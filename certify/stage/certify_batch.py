@@ -29,7 +29,7 @@ class CertifyBatch:
         self.embedding, self.substitutions = self.model, substitutions.counter(self.model)
         self.positional = zoo.without_content(self.model)
         options = zoo.model_options(**self.config["model"])
-        shape_CHW = options["in_chans"], options["img_size"], options["img_size"]
+        shape_CHW = zoo.input_size(options)
         model = captured(self.model, shape_CHW)
         self.settings = settings = settings.of(model, shape_CHW)
         settings.attack.require_model(self.model, options["num_classes"], options["img_size"])

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from certizoo.shards.config import TEXT
 from trainers.job.job import Job
+from zoo.models.factory import input_size
 from zoo.models.overview import on_meta
 
 # Dense bf16 FLOP/s of tensor cores, by the vendor's data sheets; the first name that the device's name contains counts
@@ -32,9 +33,8 @@ def meter(job: Job, ranks: int) -> Callable[[float], dict[str, float]]:
 
 def forward_flops(model: Mapping[str, Any]) -> int:
     """Return the operations of a forward pass for one image, as `model(x)` makes it."""
-    shape = model["in_chans"], model["img_size"], model["img_size"]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        on_meta(**model)(torch.empty(1, *shape, device="meta"))
+        on_meta(**model)(torch.empty(1, *input_size(model), device="meta"))
     return counter.get_total_flops()
 
 

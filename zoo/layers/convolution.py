@@ -4,7 +4,7 @@ Letters: B images, C channels in, O out, k kernel size, s stride; Y x X windows 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -71,20 +71,27 @@ class CircularConv2d(nn.Conv2d):
         *,
         bias: bool = True,
     ) -> None:
-        if any(d * (k - 1) % 2 for d, k in zip(dilation, kernel_size, strict=True)):
+        if margins_of(kernel_size, dilation) is None:
             raise ValueError(f"a kernel of {kernel_size} pixels has no middle; use odd sides")
         super().__init__(in_channels, out_channels, kernel_size, dilation=dilation, groups=groups, bias=bias)
 
     @property
     def margins(self) -> tuple[int, int]:
         """The rows and columns that are repeated on either side."""
-        rows, columns = (d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size, strict=True))
-        return rows, columns
+        margins = margins_of(self.kernel_size, self.dilation)
+        assert margins is not None
+        return margins
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         return F.conv2d(
             wrapped(x_BCHW, self.margins), self.weight, self.bias, dilation=self.dilation, groups=self.groups
         )
+
+
+def margins_of(kernel_size: Sequence[int], dilation: Sequence[int]) -> tuple[int, int] | None:
+    """Return the rows and columns on either side that a kernel reaches, or None if it has no middle."""
+    rows, columns = (d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True))
+    return None if rows % 2 or columns % 2 else (rows // 2, columns // 2)
 
 
 def wrapped(x_BCHW: Tensor, margins: tuple[int, int]) -> Tensor:

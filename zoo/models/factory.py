@@ -68,6 +68,7 @@ INITS: dict[str, Callable[[nn.Module], None]] = {
 
 IMAGENET_STATISTICS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 GRAY_STATISTICS = {"mean": (0.5,), "std": (0.5,)}
+RGB = 3  # channels of a model whose options name none
 FREE = ("num_classes", "drop_path_rate")  # options that published weights do not fix
 
 
@@ -148,9 +149,14 @@ def model_options(name: str, **overrides: Any) -> Options:
     return options | overrides
 
 
+def input_size(options: Options) -> tuple[int, int, int]:
+    """Return the shape (C, H, W) of the images of a model with these options."""
+    return options.get("in_chans", RGB), options["img_size"], options["img_size"]
+
+
 def pixel_statistics(options: Options) -> dict[str, tuple[float, ...]]:
     """Return mean and std of the pixels that a model with these options normalises by."""
-    default = IMAGENET_STATISTICS if options["in_chans"] == 3 else GRAY_STATISTICS
+    default = IMAGENET_STATISTICS if options["in_chans"] == RGB else GRAY_STATISTICS
     return {key: tuple(options[key] or default[key]) for key in ("mean", "std")}
 
 

@@ -1,5 +1,6 @@
 """The second order of attention's core in later leaves: against ascent on images, and against dense maps."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from certify.image import samples
 from certify.image.ellipsoid import Ellipsoids
 from certify.image.joint import NOISE
 from certify.reaches.aside import aside
@@ -231,6 +233,22 @@ def test_second_orders_are_those_of_dense_maps() -> None:
     for name, of_bound in bounds.items():
         exact = 0.5 * torch.linalg.eigvalsh(grams[name])[-1].sqrt()
         assert exact * (1 - 1e-9) <= of_bound[0] <= 4 * exact, name
+
+
+def test_weights_are_those_of_the_whole_remainder_where_the_third_order_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With weights for the second order alone, the remainder would take up most of every reach."""
+    model, x, y = attentive(0, 16.0)
+
+    def largest_theta() -> float:
+        found = stage_of(analysed(model, x, y), 0.3).ellipsoids
+        assert all((found.most.third[at] > 1e3).all() for at in found.hessians)
+        return max(float(found.most.theta[at].max()) for at in found.hessians)
+
+    assert largest_theta() < 2
+    monkeypatch.setattr(samples, "FAR", math.inf)
+    assert largest_theta() > 10
 
 
 def test_a_short_remainder_does_not_take_the_place_of_what_its_orders_leave(monkeypatch: pytest.MonkeyPatch) -> None:
