@@ -40,7 +40,7 @@ class TaylorStage(RadiusStage):
 
     @property
     def second_orders(self) -> bool:
-        return has_units(self.here.tape) and not budget(self.here.tape).large
+        return has_units(self.here.tape)
 
     def bounds(self, joint: Joint, first: Columns | None) -> CloserEllipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
