@@ -91,7 +91,7 @@ class Samples:
         rows = self._rows(leaf.hessian, v, total_B)
         third_B = self._length(at, joint, leaf.hessian.of_third(reach, rows, 1 / weight), total_B)
         second_B = self._second(leaf.hessian, v, weight, total_B)
-        return torch.where(third_B < FAR * length_B, second_B, length_B)
+        return torch.where(third_B < FAR * length_B, second_B, length_B)  # else the bounds take the remainder whole
 
     def _length(self, at: int, joint: Joint, form: QuadraticForm, total_B: Tensor) -> Tensor:
         """Estimate the root of a form at the input of a leaf."""
@@ -101,9 +101,9 @@ class Samples:
 
     def _rows(self, hessian: Hessian, v: Tensor, total_B: Tensor) -> Tensor:
         """Estimate the lengths of all L_r H, from changes v of the input: (B, R)."""
-        rows = hessian.rows(v).nan_to_num(0.0, 0.0, 0.0).movedim(0, -1)
-        norm = (torch.linalg.eigvalsh(rows @ rows.mT)[..., -1] / len(v)).clamp_min(0).sqrt()
-        return norm * self._around(total_B)[:, None]
+        rows_BRMK = hessian.rows(v).nan_to_num(0.0, 0.0, 0.0).movedim(0, 2)
+        norm_BR = (torch.linalg.eigvalsh(rows_BRMK @ rows_BRMK.mT)[..., -1] / len(v)).clamp_min(0).sqrt()
+        return norm_BR * self._around(total_B)[:, None]
 
     def _second(self, hessian: Hessian, v: Tensor, weight: Tensor, total_B: Tensor) -> Tensor:
         """Estimate |D^2 f[H, H] / weight| / 2 from pairs of changes."""
