@@ -149,7 +149,7 @@ def model_options(name: str, **overrides: Any) -> Options:
     return options | overrides
 
 
-def input_size(options: Options) -> tuple[int, int, int]:
+def input_size(options: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the shape (C, H, W) of the images of a model with these options."""
     return options.get("in_chans", RGB), options["img_size"], options["img_size"]
 
