@@ -31,6 +31,7 @@ from certify.linear.enclosures import scalars
 from certify.methods import crown
 from certify.shared.bake import bake
 from certify.shared.ball import Ball
+from certify.shared.certificate import margin_rows
 from tests.tools.exported_vit import exported, published_vit
 from tests.tools.small_models import small_model
 
@@ -86,8 +87,8 @@ def rows_of(name: str, norm: str) -> Iterator[Row]:
         ratios, times = list[Tensor](), [0.0, 0.0]
         for image, logits_J in zip(x.split(1), logits, strict=True):
             label = int(logits_J.argmax())
-            eye = torch.eye(len(logits_J), dtype=x.dtype)
-            rows = eye[label] - eye[[j for j in range(len(eye)) if j != label]]
+            rivals = [j for j in range(len(logits_J)) if j != label]
+            rows = margin_rows(torch.tensor([label]), logits_J)[0, rivals]
             losses = list[Tensor]()
             for k, lower in enumerate((our_lower, theirs)):
                 start = time.process_time()

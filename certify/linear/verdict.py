@@ -16,6 +16,7 @@ from certify.linear.backward import Bounds
 from certify.linear.branch import Search
 from certify.linear.enclosures.steps import Box
 from certify.linear.program import Program
+from certify.shared.certificate import margin_rows
 
 STARTS, STEPS = 8, 40
 PROVED, REFUTED, UNKNOWN = "proved", "refuted", "unknown"
@@ -55,9 +56,8 @@ def decide(
     with torch.no_grad():
         box = Box(images.lower.unsqueeze(1), images.upper.unsqueeze(1))
         classes = int(program.result.shape[-1]) if program.result is not None else 0
-        eye = torch.eye(classes, dtype=images.lower.dtype, device=images.lower.device)
         rivals = [j for j in range(classes) if j != label]
-        rows = eye[label] - eye[rivals]
+        rows = margin_rows(torch.tensor([label]), images.lower.new_empty(classes))[0, rivals]
         search = Search(Bounds.on(program, box), rows)
         proved = bool(search.run(until, clock).all())
     return Verdict(PROVED if proved else UNKNOWN, None, search.parts)
