@@ -16,7 +16,8 @@ from tests.tools.cases import mostly_slow
 from tests.tools.folders import FILES, FOLDERS, ROOT, files_of, imported, libraries, parsed
 
 # room (a sub-folder, or a file that stands beside sub-folders) -> the rooms of its own folder that it may import
-_ORDERS = {"certify/shared", "certify/adjoint", "certify/image", "certify/reaches", "certify/taylor"}
+_ELLIPSOIDS = {"certify/shared", "certify/ellipsoids"}
+_ORDERS = _ELLIPSOIDS | {"certify/adjoint", "certify/image", "certify/reaches", "certify/taylor"}
 _METHODS = _ORDERS | {"certify/methods"}
 _JOB = {"trainers/job", "trainers/objectives", "trainers/techniques"}
 _BASE = {f"trainers/{name}.py" for name in ("settings", "ranks", "seeds", "model_parts", "callbacks")}
@@ -33,9 +34,10 @@ ROOMS: dict[str, set[str]] = {
     "certizoo/registry": {"certizoo", "certizoo/config"},
     "certify/shared": set(),
     "certify/adjoint": {"certify/shared"},
-    "certify/image": {"certify/shared", "certify/adjoint"},
-    "certify/reaches": {"certify/shared", "certify/image"},
-    "certify/taylor": {"certify/shared", "certify/image", "certify/reaches"},
+    "certify/ellipsoids": {"certify/shared"},
+    "certify/image": _ELLIPSOIDS | {"certify/adjoint"},
+    "certify/reaches": _ELLIPSOIDS,
+    "certify/taylor": _ELLIPSOIDS | {"certify/image", "certify/reaches"},
     "certify/graph": {"certify/shared"},
     "certify/linear/enclosures": set(),
     "certify/linear": {"certify/shared", "certify/graph", "certify/linear/enclosures"},

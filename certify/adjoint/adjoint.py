@@ -42,6 +42,7 @@ from certify.shared.certificate import (
     decide_by,
     gaps,
     lowered,
+    margins_of,
     pair_weights,
     per_image,
 )
@@ -250,6 +251,11 @@ class Adjoint:
     def closer(self, images_BCHW: Tensor, clean: Clean) -> Explained:
         """Return the analysis of these images, all of them correct."""
         return self.expand(images_BCHW, clean)
+
+    def around(self, points_BCHW: Tensor, labels_B: Tensor) -> AdjointAnalysis:
+        """Return the adjoint terms around any points, float64, for the margins of these labels, of either sign."""
+        margin_BJ, known_B = margins_of(self.baked(points_BCHW), labels_B), torch.ones_like(labels_B, dtype=torch.bool)
+        return self.expand(points_BCHW, Clean(labels_B, labels_B, margin_BJ, known_B, self.model.require_unchanged))
 
     def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
         """Return the adjoint terms of these images, float64, all of them correct."""

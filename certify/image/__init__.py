@@ -1,1 +1,1 @@
-"""Linear maps and remainders of a whole network, measured around a clean image: method `image`."""
+"""Margins on a ball of images, by its ellipsoids: method `image`."""

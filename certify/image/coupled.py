@@ -18,15 +18,15 @@ Letters: B images, C rivals of each.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import Ellipsoids, Grown, Margins
-from certify.image.joint import IMAGE, NOISE, Scale, Sizes
+from certify.ellipsoids.ellipsoid import Ellipsoids, Grown, Margins
+from certify.ellipsoids.joint import IMAGE, NOISE, Scale, Sizes
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf
 from zoo.arithmetic import product as times
 from zoo.bounds.contracts import QuadraticForm
@@ -61,6 +61,11 @@ class Coupled:
         """Return the largest loss to first order and forms together, for e <= the largest: (C, B)."""
         costs = [self._cost(e_B / self.most_B, grown, *factors) for factors in product(SPARE, STEEP)]
         return nan_to_inf(OUT * torch.stack(costs).amin(0))
+
+    def flat(self) -> "Coupled":
+        """Return the terms of the same margins with the gradient 0 at the image."""
+        zero = torch.zeros_like(self.first)
+        return replace(self, first=zero, length=zero, bent=zero, pulled=Vectors.fromkeys(self.pulled, zero))
 
     def _cost(self, t_B: Tensor, grown: Grown, spare: float, steep: float) -> Tensor:
         share = self.kappa + spare

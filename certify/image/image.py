@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from certify.adjoint.adjoint import Adjoint, AdjointAnalysis
-from certify.image.budget import Budget, budget
-from certify.image.columns import Columns
-from certify.image.radius_stage import RadiusStage, Situation
+from certify.ellipsoids.budget import Budget, budget
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.weights import estimate_weights
+from certify.image.radius_stage import Cut, RadiusStage
 from certify.image.schedule import RadiusSchedule
-from certify.image.weights import estimate_weights
+from certify.image.situation import Situation
+from certify.image.slabs import Slabs
 from certify.shared.ball import Ball
 from certify.shared.certificate import Breakdown, Certificate, Clean, binding_class, decide_by, open_pairs, per_image
 from zoo.arithmetic import nan_to_inf
@@ -96,8 +98,15 @@ class ImageAnalysis:
     those of the search so far.
     """
 
-    def __init__(self, inner: AdjointAnalysis, images_BCHW: Tensor, seed: bytes) -> None:
+    def __init__(
+        self,
+        inner: AdjointAnalysis,
+        images_BCHW: Tensor,
+        seed: bytes,
+        around: Callable[[Tensor, Tensor], AdjointAnalysis],
+    ) -> None:
         self.inner, self.images, self._seed = inner, images_BCHW, seed
+        self._slabs = Slabs(around, self._stage, seed)
         self.levels = list[Level]()
         self._failure_B = torch.zeros_like(inner.clean.margin_BJ[:, 0])  # of the stages of single eps
 
@@ -118,7 +127,7 @@ class ImageAnalysis:
     def failure(self) -> float:
         failure_B = self._failure_B.clone()
         for level in self.levels:
-            failure_B[level.index_I] += level.stage.ellipsoids.failure
+            failure_B[level.index_I] += level.stage.failure_B
         return self.inner.failure + float(failure_B.max())
 
     def guess(self) -> Tensor:
@@ -172,9 +181,9 @@ class ImageAnalysis:
         """Lower the losses of open images by a stage for this e, unless the first order alone uses up a margin."""
         (index_I,) = torch.where(_open(self.clean, loss_BJ) & (e_B > 0) & (e_B < self._first_order.end_B))
         if len(index_I):
-            stage = self._stage(index_I, e_B)
+            stage = self._stage(self._situation(index_I), e_B[index_I], self._slabs)
             loss_BJ[index_I] = stage.losses(e_B[index_I], loss_BJ[index_I])
-            self._failure_B[index_I] += stage.ellipsoids.failure
+            self._failure_B[index_I] += stage.failure_B
 
     def _lower_in_search(self, e_B: Tensor, loss_BJ: Tensor) -> None:
         """Lower the losses stage by stage while an image is open."""
@@ -184,7 +193,7 @@ class ImageAnalysis:
             if not bool(open_B.any()):
                 break
             if number == len(self.levels):
-                self.levels.append(Level.of(schedule, self._stage))
+                self.levels.append(Level.of(schedule, self._level))
             level = self.levels[number]
             schedule = level.next  # before `_lower`, as it bounds rivals: answers must not depend on earlier ones
             self._lower(level, e_B, loss_BJ, open_B)
@@ -243,8 +252,15 @@ class ImageAnalysis:
         """The situation of all images."""
         return self._situation(torch.arange(len(self.images), device=self.images.device))
 
-    def _stage(self, index_I: Tensor, most_B: Tensor) -> RadiusStage:
-        return RadiusStage(self._situation(index_I), most_B[index_I], self._columns)
+    @property
+    def kind(self) -> type[RadiusStage]:
+        return RadiusStage
+
+    def _stage(self, here: Situation, most_B: Tensor, cut: Cut | None = None) -> RadiusStage:
+        return self.kind(here, most_B, self._columns, cut)
+
+    def _level(self, index_I: Tensor, most_B: Tensor) -> RadiusStage:
+        return self._stage(self._situation(index_I), most_B[index_I])
 
     @cached_property
     @torch.no_grad()
@@ -276,4 +292,4 @@ class Image(Adjoint):
     """The certifier of one model, used like `Adjoint`. Raises NoRule for the same models."""
 
     def closer(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:
-        return ImageAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed)
+        return ImageAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed, self.around)

@@ -4,133 +4,30 @@ Letters: B images, J classes, C rivals of each, R all rivals, the closest first;
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from certify.adjoint.adjoint import AdjointAnalysis, groups
-from certify.image.budget import at_once, budget
-from certify.image.columns import Columns
+from certify.adjoint.adjoint import groups
+from certify.ellipsoids.budget import at_once
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.ellipsoid import Ellipsoids, Grown, Margins
+from certify.ellipsoids.joint import Joint
+from certify.ellipsoids.weights import estimate_weights
 from certify.image.coupled import coupled
-from certify.image.ellipsoid import Ellipsoids, Grown, Margins, Off
-from certify.image.joint import Joint, Sizes
-from certify.image.weights import estimate_weights
-from certify.shared.ball import Ball
-from certify.shared.certificate import Clean, gaps, open_pairs, pair_weights
+from certify.image.situation import Gradients, Situation
+from certify.shared.certificate import gaps, open_pairs, pair_weights
 from zoo.arithmetic import nan_to_inf, product
 from zoo.bounds import lanczos
-from zoo.bounds.tape import Tape, Vectors
+from zoo.bounds.tape import Vectors
 
 AT_ONCE = 9  # largest number of rivals bounded together: all of ten classes
-BITS = 2**12  # leading bits of a number that enter a seed
 TRIES = 6  # steps of the search for the radius that a stage proves
 STRIDE = 1.25  # factor of a step while the search has no bracket
 FINE = 1.06  # high / low at which it ends
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of some margins, at the image (C, B, *x) and at some leaves; their lengths (C, B) at all leaves."""
-
-    image: Tensor
-    leaves: Vectors
-    lengths: Sizes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Situation:
-    """Some images, and what is known around them."""
-
-    images: Tensor
-    clean: Clean
-    ball: Ball
-    tape: Tape
-    head: nn.Linear
-    rivals_BR: Tensor
-    seed: bytes
-    radii: Callable[[Tensor], Sequence[Tensor]]  # e (B,) -> |G_n| (B,) before every node, or an empty list
-    proved: Callable[[Tensor], Tensor]  # e (B,) -> (B,): proved by the adjoint analysis, so that no stage is needed
-    off: Off  # error at the end of a node
-    kept: Callable[[Tensor], Tensor]  # r (B,) -> (B, J): rounding to subtract from margins, for features within r
-
-    @staticmethod
-    def of(inner: AdjointAnalysis, images: Tensor, index_I: Tensor, seed: bytes) -> "Situation":
-        tape = Tape((inner.chain if len(index_I) == len(images) else inner.chain.of(index_I)).expansions)
-        asked = not budget(tape).large  # for a large model the adjoint analysis is not used
-
-        def of_all(e_I: Tensor) -> Tensor:
-            return images.new_zeros(len(images), dtype=e_I.dtype).index_put((index_I,), e_I)
-
-        def radii(e_I: Tensor) -> list[Tensor]:
-            return [radius_B[index_I] for radius_B in inner.radii_within(of_all(e_I)).e] if asked else []
-
-        def proved(e_I: Tensor) -> Tensor:
-            if not asked:
-                return torch.zeros_like(e_I, dtype=torch.bool)
-            now, loss_BJ, _ = inner.answered(of_all(e_I))
-            return ~open_pairs(now, loss_BJ).any(-1)[index_I]
-
-        def off(node: int, r_I: Tensor) -> Tensor:
-            return nan_to_inf(inner.off_behind(node, of_all(r_I))[index_I])
-
-        def kept(r_I: Tensor) -> Tensor:
-            return nan_to_inf(inner.kept(of_all(r_I))[index_I])
-
-        return Situation(
-            images=images[index_I],
-            clean=inner.clean[index_I],
-            ball=inner.ball,
-            tape=tape,
-            head=inner.head,
-            rivals_BR=inner.rivals_BR[index_I],
-            seed=seed,
-            radii=radii,
-            proved=proved,
-            off=off,
-            kept=kept,
-        )
-
-    def gradients(self, class_CB: Tensor) -> "Gradients":
-        """Return the gradients of the margins over these classes.
-
-        They are taken at the image and at the outputs of the nonlinear leaves; lengths are those at the outputs of all
-        leaves.
-        """
-        weight, lengths = self.head.weight, Sizes()
-        g_CBD = weight[self.clean.label_B] - weight[class_CB]
-        end = self.tape.leaves[max(self.tape.leaves)].y.shape
-
-        def visit(at: int, g: Tensor) -> None:
-            lengths[at] = torch.linalg.vector_norm(g.flatten(2), dim=-1)
-
-        return Gradients(*self.tape.pull(g_CBD.view(len(g_CBD), *end), {}, self.tape.nonlinear, visit), lengths)
-
-    def first(self, class_CB: Tensor) -> Tensor:
-        """Return the first-order loss of the margins over these classes at e = 1: (C, B)."""
-        return self.ball.length(self.gradients(class_CB).image)
-
-    def sizes(self, e_B: Tensor) -> Sizes:
-        """Return bounds on the inputs of leaves within e, for the leaves that the adjoint analysis bounds."""
-        ways = zip(self.tape.gains, self.radii(e_B), strict=False)
-        return {at: product(radius_B, gain_B) for gains, radius_B in ways for at, gain_B in gains.items()}
-
-    def draw(self, room: torch.Size, word: str, numbers: Tensor) -> Tensor:
-        """Return a Gaussian vector (B, *room) for each image.
-
-        Every purpose, with these numbers (B, n), has its own random stream, because the result of one start chooses the
-        maps that another one measures. Only the leading bits of the numbers enter the seed, as the trailing ones are
-        rounding.
-        """
-        mantissa, exponent = numbers.frexp()
-        key = torch.cat([self.images.flatten(1), (BITS * mantissa).round(), exponent], 1)
-        return lanczos.starts(key, room, self.seed + word.encode())
-
-    def features(self, e_B: Tensor, moved_B: Tensor) -> Tensor:
-        """Bound how far the features move, by the forms' bound `moved_B` or by the adjoint radius: (B,)."""
-        return torch.fmin(moved_B, radii[-1]) if (radii := self.radii(e_B)) else moved_B
 
 
 @dataclass(frozen=True)
@@ -148,6 +45,18 @@ class Together(Protocol):
 
     def cost(self, e_B: Tensor, grown: Grown) -> Tensor:
         """Return the bound for e <= the largest: (C, B)."""
+        ...
+
+    def flat(self) -> "Together":
+        """Return the bound for margins without their gradients at the image."""
+        ...
+
+
+class Cut(Protocol):
+    """Bounds of margins over one rival of every image, part by part of the ball (slabs.py)."""
+
+    def losses(self, here: Situation, class_B: Tensor, e_B: Tensor, rest_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bounds, and the probability that one is wrong; `rest_B` is that of all but the first order."""
         ...
 
 
@@ -169,6 +78,10 @@ class Formed:
     def coupled(self) -> Together:
         return self.couple()
 
+    def flat(self) -> "Formed":
+        """Return the same of the margins without their gradients at the image."""
+        return replace(self, first=torch.zeros_like(self.first), couple=lambda: self.coupled.flat())
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -187,11 +100,13 @@ class Asked:
 class RadiusStage:
     """The bounds of some images for all e up to `most_B`.
 
-    `first` holds the reaches of the first leaf's functionals, where they are known.
+    `first` holds the reaches of the first leaf's functionals, where they are known. `cut` bounds the rivals that all
+    else leaves open.
     """
 
-    def __init__(self, here: Situation, most_B: Tensor, first: Columns | None) -> None:
-        self.here, self.most_B = here, most_B
+    def __init__(self, here: Situation, most_B: Tensor, first: Columns | None, cut: Cut | None = None) -> None:
+        self.here, self.most_B, self._cut = here, most_B, cut
+        self._failure_B = torch.zeros_like(most_B)  # of the parts of balls
         g = here.gradients(here.rivals_BR[:, :1].mT)
         estimate = estimate_weights(here.tape, here.images, most_B, g.leaves, here.draw, here.sizes, self.second_orders)
         joint = estimate.joint(here.off)
@@ -209,6 +124,11 @@ class RadiusStage:
     def bounds(self, joint: Joint, first: Columns | None) -> Ellipsoids:
         """Return the ellipsoids of these maps."""
         return Ellipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
+
+    @property
+    def failure_B(self) -> Tensor:
+        """The probability that a bound of an image is wrong: (B,)."""
+        return self._failure_B + self.ellipsoids.failure
 
     @cached_property
     def reach_B(self) -> Tensor:
@@ -311,23 +231,58 @@ class RadiusStage:
         The joint bound of first order and remainders is computed only for rivals that the separate bounds leave open.
         Whether it is used is decided image by image, so an answer does not depend on the other images.
         """
-        rounded_CB = self._rounded(formed, formed.class_CB, asked)
-        remainders_CB = self.ellipsoids.cost(formed.margins, asked.grown)
-        open_CB = self._lowered(loss_BJ, formed, product(formed.first, asked.e_B) + rounded_CB + remainders_CB)
+        open_CB = self._lowered(loss_BJ, formed, self._apart(formed, asked))
         if formed.margins.forms and bool((open_CB & ~lost_B).any()):
             open_CB = self._lowered(
                 loss_BJ, formed, self.together(formed, asked).masked_fill(~open_CB | lost_B, torch.inf)
             )
-        return lost_B | self.sharper(loss_BJ, formed.class_CB, open_CB & ~lost_B, asked)
+        return lost_B | self._sharper(loss_BJ, formed.class_CB, open_CB & ~lost_B, asked)
+
+    def _apart(self, formed: Formed, asked: Asked) -> Tensor:
+        """Bound the losses of these rivals by first order and remainders, the worst of each: (C, B)."""
+        rounded_CB = self._rounded(formed, formed.class_CB, asked)
+        return product(formed.first, asked.e_B) + rounded_CB + self.ellipsoids.cost(formed.margins, asked.grown)
 
     def together(self, formed: Formed, asked: Asked) -> Tensor:
         """Bound the losses of these rivals by first order and remainders together: (C, B)."""
         beside_CB = self.ellipsoids.beside_forms(formed.margins, asked.grown)
         return formed.coupled.cost(asked.e_B, asked.grown) + self._rounded(formed, formed.class_CB, asked) + beside_CB
 
-    def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
-        """Lower the losses of these open rivals in place, if there is a tighter bound; return whose stay open: (B,)."""
-        return open_CB.any(0)
+    def _sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
+        """Lower the losses of these open rivals in place, until one stays open; return the images where one does."""
+        lost_B = torch.zeros_like(open_CB[0])
+        for class_B, open_B in zip(class_CB, open_CB, strict=True):
+            open_B = open_B & ~lost_B
+            for bound in self.sharper:
+                if bool(open_B.any()):
+                    loss_BJ.scatter_reduce_(1, class_B[:, None], bound(class_B, open_B, asked)[:, None], "amin")
+                    open_B = open_B & self.open(loss_BJ).gather(1, class_B[:, None])[:, 0]
+            lost_B = lost_B | open_B
+        return lost_B
+
+    @property
+    def sharper(self) -> Sequence[Callable[[Tensor, Tensor, Asked], Tensor]]:
+        """Bounds (class_B, wanted_B, asked) -> (B,) for single rivals, tried one after another."""
+        return [self.by_parts] if self._cut else []
+
+    def by_parts(self, class_B: Tensor, wanted_B: Tensor, asked: Asked) -> Tensor:
+        """Bound the losses of the wanted rivals part by part; infinite elsewhere."""
+        assert self._cut is not None
+        rest_B = torch.where(wanted_B, self.rest(class_B, asked), torch.inf)
+        loss_B, failure_B = self._cut.losses(self.here, class_B, asked.e_B, rest_B)
+        self._failure_B += failure_B
+        return loss_B
+
+    def rest(self, class_B: Tensor, asked: Asked) -> Tensor:
+        """Bound how far the margins over these classes fall beyond their first order: (B,)."""
+        found_B = torch.full_like(asked.e_B, torch.inf)
+        for formed in self._formed:
+            flat = formed.flat()
+            loss_CB = self._apart(flat, asked)
+            if formed.margins.forms:
+                loss_CB = torch.fmin(loss_CB, self.together(flat, asked))
+            found_B = torch.fmin(found_B, loss_CB.masked_fill(formed.class_CB != class_B, torch.inf).amin(0))
+        return nan_to_inf(found_B)
 
     def _lowered(self, loss_BJ: Tensor, formed: Formed, found_CB: Tensor) -> Tensor:
         """Enter these losses where they are smaller; return which of the rivals stay open."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Before, Ellipsoids, Grown
-from certify.image.measured import COARSE
+from certify.ellipsoids.ellipsoid import Before, Ellipsoids, Grown
+from certify.ellipsoids.measured import COARSE
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import units_at
 from certify.reaches.pairs import Bent

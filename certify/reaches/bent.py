@@ -17,10 +17,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.image.columns import Columns
-from certify.image.ellipsoid import Before, Ellipsoids, Known, Off, Rest
-from certify.image.joint import Joint, Sizes
-from certify.image.measured import Draw
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.ellipsoid import Before, Ellipsoids, Known, Off, Rest
+from certify.ellipsoids.joint import Joint, Sizes
+from certify.ellipsoids.measured import Draw
 from certify.reaches.forms import Curvature, units_at
 from certify.reaches.pairs import Bent, Pairs
 from zoo.arithmetic import OUT, nan_to_inf, product

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from certify.image.budget import at_once
-from certify.image.ellipsoid import Before, Ellipsoids, Grown
-from certify.image.joint import Sizes
-from certify.image.measured import PROBE_FAILURE, norm_of_squares
+from certify.ellipsoids.budget import at_once
+from certify.ellipsoids.ellipsoid import Before, Ellipsoids, Grown
+from certify.ellipsoids.joint import Sizes
+from certify.ellipsoids.measured import PROBE_FAILURE, norm_of_squares
 from certify.reaches.forms import Curvature
 from certify.reaches.triples import TOGETHER, away, entries, longest
 from certify.shared.block_power import largest_eigenvalue

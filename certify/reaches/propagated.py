@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Before, Grown
-from certify.image.joint import IMAGE, Sizes
-from certify.image.measured import COARSE, PROBE_FAILURE
+from certify.ellipsoids.ellipsoid import Before, Grown
+from certify.ellipsoids.joint import IMAGE, Sizes
+from certify.ellipsoids.measured import COARSE, PROBE_FAILURE
 from certify.reaches.aside import Aside, aside
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import kappa, units_at

@@ -28,10 +28,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.image.columns import Columns
-from certify.image.ellipsoid import Before, Known, Off, Rest
-from certify.image.joint import IMAGE, Joint
-from certify.image.measured import Draw
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.ellipsoid import Before, Known, Off, Rest
+from certify.ellipsoids.joint import IMAGE, Joint
+from certify.ellipsoids.measured import Draw
 from certify.reaches.aside import free_length2
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import cubic_of, kappa, smooth_leaves

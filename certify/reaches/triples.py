@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.budget import at_once
-from certify.image.ellipsoid import Ellipsoids
-from certify.image.joint import Sizes
-from certify.image.measured import PROBE_FAILURE, norm_of_squares
+from certify.ellipsoids.budget import at_once
+from certify.ellipsoids.ellipsoid import Ellipsoids
+from certify.ellipsoids.joint import Sizes
+from certify.ellipsoids.measured import PROBE_FAILURE, norm_of_squares
 from certify.shared.block_power import largest_eigenvalue
 from certify.shared.quantiles import least_product_sum, least_square_sum
 from zoo.arithmetic import OUT, U, broadcast_batch, gamma, product

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Grown, Margins
+from certify.ellipsoids.ellipsoid import Grown, Margins
 from certify.reaches.aside import Free, free_length2
 from certify.reaches.pairs import Bent
 from certify.reaches.reaches import CloserEllipsoids

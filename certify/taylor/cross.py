@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.measured import PROBE_FAILURE
+from certify.ellipsoids.measured import PROBE_FAILURE
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import Curvature, smooth_leaves, units_at
 from certify.reaches.propagated import TOGETHER, kappa_at

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Ellipsoids, Margins
+from certify.ellipsoids.ellipsoid import Ellipsoids, Margins
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import Curvature, smooth_leaves
 from certify.reaches.propagated import Propagated

@@ -18,8 +18,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from certify.image.ellipsoid import Margins
-from certify.image.radius_stage import Formed, Gradients, Situation
+from certify.ellipsoids.ellipsoid import Margins
+from certify.image.radius_stage import Formed
+from certify.image.situation import Gradients, Situation
 from certify.reaches.propagated import Propagated, propagated
 from certify.reaches.reaches import CloserEllipsoids
 from certify.taylor.beside import Beside
@@ -115,7 +116,12 @@ class Rivals:
 
     @cached_property
     def _near(self) -> list[tuple[Rival, Tensor, Tensor]]:
-        """The near rivals, at most NEAREST of every image, with the images for which they are near, and s."""
+        """The near rivals, at most NEAREST of every image, with the images for which they are near, and s.
+
+        A single rival is not near, as its bound in common would be its own.
+        """
+        if self.here.rivals_BR.shape[1] == 1:
+            return []
         class_CB, e_B = self.here.rivals_BR[:, :NEAREST].mT, self.ellipsoids.most_B
         margin_CB, used_CB = self.here.clean.margin_BJ.gather(1, class_CB.mT).mT, self.here.first(class_CB) * e_B
         near_CB = NEAR * used_CB >= margin_CB

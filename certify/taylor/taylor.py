@@ -13,15 +13,16 @@ docs/proofs.md#taylor.
 Letters: B images, J classes, C rivals of each.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from certify.image.budget import at_once, budget
-from certify.image.columns import Columns
+from certify.ellipsoids.budget import at_once, budget
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.joint import Joint
 from certify.image.image import Image, ImageAnalysis
-from certify.image.joint import Joint
 from certify.image.radius_stage import Asked, RadiusStage
 from certify.reaches.forms import smooth_leaves
 from certify.reaches.reaches import CloserEllipsoids
@@ -45,27 +46,23 @@ class TaylorStage(RadiusStage):
     def bounds(self, joint: Joint, first: Columns | None) -> CloserEllipsoids:
         return CloserEllipsoids(joint, self.here.draw, self.here.sizes, self.here.off, first)
 
-    def sharper(self, loss_BJ: Tensor, class_CB: Tensor, open_CB: Tensor, asked: Asked) -> Tensor:
-        """Lower the losses of open rivals by the bound in common, then by their own, until one of them stays open.
+    @property
+    def sharper(self) -> Sequence[Callable[[Tensor, Tensor, Asked], Tensor]]:
+        known = [self.in_common, self.alone] if has_units(self.here.tape) else []
+        return [*known, *super().sharper]
 
-        Beyond the largest e there are only estimates, for which the bound in common will do.
-        """
+    def in_common(self, class_B: Tensor, wanted_B: Tensor, asked: Asked) -> Tensor:
+        return self._rivals.in_common(class_B, wanted_B, partial(self.together, asked=asked))
+
+    def alone(self, class_B: Tensor, wanted_B: Tensor, asked: Asked) -> Tensor:
+        """Beyond the largest e there are only estimates, for which the bound in common will do."""
+        return self._rivals.alone(class_B, wanted_B & (asked.e_B <= self.most_B), partial(self.together, asked=asked))
+
+    def rest(self, class_B: Tensor, asked: Asked) -> Tensor:
+        found_B, known_B = super().rest(class_B, asked), asked.e_B <= self.most_B
         if not has_units(self.here.tape):
-            return open_CB.any(0)
-        lost_B, bound = torch.zeros_like(open_CB[0]), partial(self.together, asked=asked)
-        for class_B, open_B in zip(class_CB, open_CB, strict=True):
-            wanted_B = open_B & ~lost_B
-            self._lower_to(loss_BJ, class_B, self._rivals.in_common(class_B, wanted_B, bound))
-            left_B = wanted_B & self._stays_open(loss_BJ, class_B)
-            self._lower_to(loss_BJ, class_B, self._rivals.alone(class_B, left_B & (asked.e_B <= self.most_B), bound))
-            lost_B = lost_B | (left_B & self._stays_open(loss_BJ, class_B))
-        return lost_B
-
-    def _lower_to(self, loss_BJ: Tensor, class_B: Tensor, found_B: Tensor) -> None:
-        loss_BJ.scatter_reduce_(1, class_B[:, None], found_B[:, None], "amin")
-
-    def _stays_open(self, loss_BJ: Tensor, class_B: Tensor) -> Tensor:
-        return self.open(loss_BJ).gather(1, class_B[:, None])[:, 0]
+            return found_B
+        return torch.fmin(found_B, self._rivals.alone(class_B, known_B, lambda of: self.together(of.flat(), asked)))
 
     @cached_property
     def _rivals(self) -> Rivals:
@@ -79,8 +76,9 @@ class TaylorAnalysis(ImageAnalysis):
     def beyond(self) -> float:
         return BEYOND if has_units(self._whole.tape) else 1.0
 
-    def _stage(self, index_I: Tensor, most_B: Tensor) -> RadiusStage:
-        return TaylorStage(self._situation(index_I), most_B[index_I], self._columns)
+    @property
+    def kind(self) -> type[TaylorStage]:
+        return TaylorStage
 
 
 class Taylor(Image):
@@ -94,7 +92,7 @@ class Taylor(Image):
         return min(few, at_once(sum(inputs), len(ORDERS) * budget(tape).probes)) if inputs else few
 
     def closer(self, images_BCHW: Tensor, clean: Clean) -> TaylorAnalysis:
-        return TaylorAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed)
+        return TaylorAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed, self.around)
 
 
 def has_units(tape: Tape) -> bool:

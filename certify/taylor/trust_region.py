@@ -11,15 +11,15 @@ Letters: B images.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from certify.image.ellipsoid import Grown, Margins
-from certify.image.joint import IMAGE
-from certify.image.measured import COARSE
+from certify.ellipsoids.ellipsoid import Grown, Margins
+from certify.ellipsoids.joint import IMAGE
+from certify.ellipsoids.measured import COARSE
 from certify.reaches.bent import BentEllipsoids
 from certify.reaches.forms import units_at
 from certify.reaches.propagated import Propagated
@@ -55,6 +55,11 @@ class Terms:
         """Return the bound of the loss to first order and forms together, for e <= the largest: (1, B)."""
         of_units = nan_to_inf(0.5 * product(self.most, self.propagated.aside(grown)))
         return nan_to_inf(OUT * (self.quadratic(e_B) + of_units + self.beside.at(e_B, grown)))
+
+    def flat(self) -> "Terms":
+        """Return the terms of the same margin with the gradient 0 at the image."""
+        zero = torch.zeros_like(self.first)
+        return replace(self, first=zero, length=zero, along=zero, pulled=zero)
 
     def quadratic(self, e_B: Tensor) -> Tensor:
         """Return the part of the cost from the trust region problem: (1, B)."""

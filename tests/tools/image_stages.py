@@ -7,11 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.ellipsoid import Ellipsoids
+from certify.ellipsoids.joint import Joint
 from certify.image.image import Image, ImageAnalysis
-from certify.image.joint import Joint
-from certify.image.radius_stage import RadiusStage, Situation
+from certify.image.radius_stage import RadiusStage
+from certify.image.situation import Situation
 from tests.tools.ascent import ascend, ascend_box
 from tests.tools.small_models import labelled, small_model
 from zoo.bounds.contracts import Expansion, QuadraticForm
@@ -53,27 +54,31 @@ def beaten(
 
     `bounds` returns the losses of all rivals, `formed_losses` by default.
     """
-    label_B, ball = analysis.clean.label_B, analysis.ball
-    search = ascend if ball.norm == "l2" else ascend_box
     for e in radii:
         e_B = stage.most_B / stage.most_B * e
         loss_BJ = stage.losses(e_B, torch.full_like(analysis.clean.margin_BJ, torch.inf))
         bounds_BJ = (bounds or formed_losses)(stage, e_B)
         for step in (1, 2, 3):
-            rival_B = (label_B + step) % 4
-
-            def drop(z: Tensor, rival_B: Tensor = rival_B) -> Tensor:
-                logits = certifier.baked(z)
-                many = len(z) // len(label_B)
-                own, other = label_B.repeat(many)[:, None], rival_B.repeat(many)[:, None]
-                return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
-
-            found_B = search(drop, analysis.images, ball.eps_within(e_B), 60, 4) - drop(analysis.images)
+            rival_B = (analysis.clean.label_B + step) % 4
+            found_B = fallen(certifier, analysis, rival_B, e_B)
             assert (found_B > 0).all()
             for bound_BJ in (loss_BJ, bounds_BJ):
                 if bool((found_B > bound_BJ.gather(1, rival_B[:, None])[:, 0] * (1 + 1e-9)).any()):
                     return True
     return False
+
+
+def fallen(certifier: Image, analysis: ImageAnalysis, rival_B: Tensor, e_B: Tensor) -> Tensor:
+    """Return the largest fall of the margins over these rivals that ascent finds within these L2 balls."""
+    label_B, ball = analysis.clean.label_B, analysis.ball
+    search = ascend if ball.norm == "l2" else ascend_box
+
+    def drop(z: Tensor) -> Tensor:
+        logits, many = certifier.baked(z), len(z) // len(label_B)
+        own, other = label_B.repeat(many)[:, None], rival_B.repeat(many)[:, None]
+        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
+
+    return search(drop, analysis.images, ball.eps_within(e_B), 60, 4) - drop(analysis.images)
 
 
 def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:

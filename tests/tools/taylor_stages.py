@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.api import certifier
-from certify.image.columns import Columns
+from certify.ellipsoids.columns import Columns
 from certify.image.radius_stage import RadiusStage
 from certify.taylor.taylor import Taylor, TaylorAnalysis, TaylorStage, has_units
 from tests.tools.ascent import ascend

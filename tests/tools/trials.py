@@ -17,7 +17,7 @@ import zoo
 from certify import certified_radius
 from certify.api import radius_of
 from certify.image.image import Image, ImageAnalysis
-from certify.image.radius_stage import Situation
+from certify.image.situation import Situation
 from certify.methods.served import ServedImage
 from certify.shared.bake import bake
 from certify.shared.ball import LINF, NORMS, Ball
@@ -173,7 +173,7 @@ class Forms(Image):
     """The certifier of method `image` without the help of `adjoint`."""
 
     def closer(self, images_BCHW: Tensor, clean: Clean) -> ImageAnalysis:
-        return FormsAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed)
+        return FormsAnalysis(self.expand(images_BCHW, clean), images_BCHW, self._seed, self.around)
 
 
 def attacked(

@@ -212,7 +212,7 @@ def identity_expansion(x: Tensor) -> Expansion:
 def ended(parts: tuple[Expansion, ...]) -> tuple[Expansion, ...]:
     """Return the parts of a branch, with an identity after a sum at its end.
 
-    The rounding of a sum is measured by the size of the input of the next leaf (certify/image/rounding.py).
+    The rounding of a sum is measured by the size of the input of the next leaf (certify/ellipsoids/rounding.py).
     """
     return (*parts, identity_expansion(parts[-1].y)) if parts and parts[-1].branches else parts
 

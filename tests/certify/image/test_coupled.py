@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.joint import IMAGE, NOISE
+from certify.ellipsoids.measured import COARSE
 from certify.image import coupled as module
-from certify.image.columns import Columns
-from certify.image.joint import IMAGE, NOISE
-from certify.image.measured import COARSE
 from certify.image.radius_stage import Formed, RadiusStage
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, dense, matrix, off_by

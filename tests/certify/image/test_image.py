@@ -15,12 +15,13 @@ import zoo
 from certify import certified_radius
 from certify.adjoint.adjoint import Adjoint
 from certify.api import radius_of
-from certify.image import budget, measured
-from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids
+from certify.ellipsoids import budget, measured
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.ellipsoid import Ellipsoids
+from certify.ellipsoids.joint import Joint, Sizes
 from certify.image.image import Image, ImageAnalysis
-from certify.image.joint import Joint, Sizes
-from certify.image.radius_stage import RadiusStage, Situation
+from certify.image.radius_stage import RadiusStage
+from certify.image.situation import Situation
 from certify.shared.ball import NORMS
 from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from certify.api import radius_of
+from certify.ellipsoids.budget import GAIN
 from certify.image import image
-from certify.image.budget import GAIN
 from certify.image.schedule import RadiusSchedule
 from tests.tools.image_stages import analysis_of
 

@@ -13,7 +13,8 @@ import zoo
 from certify.adjoint.adjoint import Adjoint
 from certify.api import radius_of
 from certify.image.image import Image, ImageAnalysis
-from certify.image.radius_stage import RadiusStage, Situation
+from certify.image.radius_stage import RadiusStage
+from certify.image.situation import Situation
 from certify.methods.lofast import LocalLoFAST, LoFAST
 from certify.methods.served import SERVED_METHODS, ServedAdjoint, ServedImage, ServedLocalLoFAST, ServedLoFAST
 from certify.shared.bake import bake

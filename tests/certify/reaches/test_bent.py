@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from certify.image import samples
-from certify.image.ellipsoid import Ellipsoids
-from certify.image.joint import NOISE
+from certify.ellipsoids import samples
+from certify.ellipsoids.ellipsoid import Ellipsoids
+from certify.ellipsoids.joint import NOISE
 from certify.reaches.aside import aside
 from certify.reaches.forms import smooth_leaves, units_at
 from certify.reaches.pairs import Bent

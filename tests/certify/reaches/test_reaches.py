@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certify.image.ellipsoid import Before
+from certify.ellipsoids.ellipsoid import Before
 from certify.reaches import triples
 from certify.reaches.forms import kappa, smooth_leaves
 from certify.reaches.reaches import CloserEllipsoids

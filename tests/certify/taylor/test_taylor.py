@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from certify.api import radius_of
-from certify.image.columns import Columns
+from certify.ellipsoids.columns import Columns
 from certify.image.radius_stage import RadiusStage
 from certify.reaches.propagated import propagated
 from certify.shared.ball import NORMS

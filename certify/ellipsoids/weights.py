@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.budget import budget
-from certify.image.ellipsoid import Known, Off
-from certify.image.joint import IMAGE, NOISE, Joint, Noise, Sizes
-from certify.image.measured import SIZES, Draw
-from certify.image.rounding import ALLOWED, Rounding
-from certify.image.samples import LENGTHS, Samples
+from certify.ellipsoids.budget import budget
+from certify.ellipsoids.ellipsoid import Known, Off
+from certify.ellipsoids.joint import IMAGE, NOISE, Joint, Noise, Sizes
+from certify.ellipsoids.measured import SIZES, Draw
+from certify.ellipsoids.rounding import ALLOWED, Rounding
+from certify.ellipsoids.samples import LENGTHS, Samples
 from zoo.arithmetic import U, broadcast_batch
 from zoo.bounds.contracts import QuadraticForm
 from zoo.bounds.elementwise import smooth_units

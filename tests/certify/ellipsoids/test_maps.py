@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from certify.image.columns import Columns
-from certify.image.ellipsoid import Ellipsoids
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.ellipsoid import Ellipsoids
+from certify.ellipsoids.joint import Joint, Noise, Sizes
+from certify.ellipsoids.measured import COARSE
 from certify.image.image import Image, ImageAnalysis
-from certify.image.joint import Joint, Noise, Sizes
-from certify.image.measured import COARSE
-from certify.image.radius_stage import RadiusStage, Situation
+from certify.image.radius_stage import RadiusStage
+from certify.image.situation import Situation
 from certify.methods.served import ServedTaylor
 from certify.photos.photo import read
 from certify.photos.samples import sample_of

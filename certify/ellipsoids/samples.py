@@ -10,10 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.image.budget import Budget
-from certify.image.ellipsoid import within
-from certify.image.joint import Joint, Noise, Sizes
-from certify.image.measured import Draw, identity
+from certify.ellipsoids.budget import Budget
+from certify.ellipsoids.ellipsoid import within
+from certify.ellipsoids.joint import Joint, Noise, Sizes
+from certify.ellipsoids.measured import Draw, identity
 from zoo.arithmetic import broadcast_batch
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import Forms, Hessian, QuadraticForm

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.joint import Joint, Scale, Sizes
+from certify.ellipsoids.joint import Joint, Scale, Sizes
 from zoo.arithmetic import OUT, U, nan_to_inf, product
 from zoo.bounds import lanczos
 from zoo.bounds.contracts import QuadraticForm

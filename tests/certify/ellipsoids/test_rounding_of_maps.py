@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from certify.ellipsoids.joint import NOISE, Joint, Noise, Scale
+from certify.ellipsoids.measured import COARSE, SIZES, identity
+from certify.ellipsoids.rounding import ALLOWED, Rounding
+from certify.ellipsoids.weights import MOVED
 from certify.image.image import Image, ImageAnalysis
-from certify.image.joint import NOISE, Joint, Noise, Scale
-from certify.image.measured import COARSE, SIZES, identity
-from certify.image.rounding import ALLOWED, Rounding
-from certify.image.weights import MOVED
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, dense, stage_of
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
@@ -227,7 +227,7 @@ def test_the_noise_leaves_room_for_the_rounding(monkeypatch: pytest.MonkeyPatch)
     before = stage_of(analysis, E).ellipsoids.rounding
     last = max(before.sizes)
     allowed = SIZES * float(before.share(last).min()) / 20
-    monkeypatch.setattr("certify.image.weights.ALLOWED", allowed)
+    monkeypatch.setattr("certify.ellipsoids.weights.ALLOWED", allowed)
     after = stage_of(analysis, E).ellipsoids.rounding
     assert bool((SIZES * after.share(last) <= allowed / MOVED).all())  # sizes are estimated as MOVED times lengths
     assert bool((4 * after.share(last) <= before.share(last)).all())

@@ -26,9 +26,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certify.image.columns import Columns
-from certify.image.joint import Joint, Sizes
-from certify.image.measured import COARSE, Draw, MeasuredMaps
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.joint import Joint, Sizes
+from certify.ellipsoids.measured import COARSE, Draw, MeasuredMaps
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product
 from zoo.bounds.contracts import Bound, Forms, QuadraticForm
 from zoo.bounds.tape import Vectors

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from certify.image.budget import at_once, budget
-from certify.image.columns import Columns
-from certify.image.joint import Joint, Scale, Sizes
-from certify.image.rounding import ALLOWED, Rounding
+from certify.ellipsoids.budget import at_once, budget
+from certify.ellipsoids.columns import Columns
+from certify.ellipsoids.joint import Joint, Scale, Sizes
+from certify.ellipsoids.rounding import ALLOWED, Rounding
 from certify.shared import block_power
 from certify.shared.quantiles import least_square_sum
 from zoo.arithmetic import OUT, broadcast_batch, nan_to_inf, product

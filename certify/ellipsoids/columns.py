@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from certify.image.budget import at_once
+from certify.ellipsoids.budget import at_once
 from zoo.arithmetic import OUT, broadcast_batch, product
 from zoo.bounds.contracts import Forms
 from zoo.bounds.tape import Tape

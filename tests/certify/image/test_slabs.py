@@ -1,0 +1,134 @@
+"""Slabs of a ball: they cover it, no image of it loses more than they say, and they prove nearly the first order."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from certify.image import slabs
+from certify.image.image import ImageAnalysis
+from certify.image.radius_stage import RadiusStage
+from certify.image.situation import Situation, slope
+from certify.image.slabs import Slabs
+from certify.methods.served import ServedTaylor
+from certify.shared.ball import NORMS
+from certify.taylor.taylor import Taylor
+from tests.tools.cases import mostly_slow
+from tests.tools.image_stages import fallen, situation
+from tests.tools.small_models import PARTS, labelled, small_model
+from tests.tools.taylor_stages import taylor_of
+from tests.tools.trials import attacked
+
+COUNT = 3
+SHARES = (0.7, 0.8, 0.9, 0.97)  # of the radius at which the first order alone uses up a margin
+
+
+def recorded(own: Slabs) -> tuple[Slabs, list[tuple[Tensor, Tensor]]]:
+    """Return slabs that list the centers and radii of their stages."""
+    balls = list[tuple[Tensor, Tensor]]()
+
+    def stage(here: Situation, radius_B: Tensor) -> RadiusStage:
+        balls.append((here.images, radius_B))
+        return own.stage(here, radius_B)
+
+    return replace(own, stage=stage), balls
+
+
+def in_slabs(analysis: ImageAnalysis, e_B: Tensor, cut: Slabs | None = None) -> tuple[Tensor, Tensor, RadiusStage]:
+    """Bound the margins over the closest rival by first order and rest, and in slabs; also return the stage."""
+    here = situation(analysis)
+    stage = analysis._stage(here, e_B, cut or analysis._slabs)
+    class_B, asked = here.rivals_BR[:, 0], stage._asked(e_B)
+    stage._formed = [stage._formed_of(class_B[None])]
+    whole_B = here.first(class_B[None])[0] * e_B + stage.rest(class_B, asked)
+    return whole_B, stage.by_parts(class_B, torch.ones_like(class_B, dtype=torch.bool), asked), stage
+
+
+def one_image(parts: str, seed: int = 0, norm: str = "l2") -> tuple[Taylor, ImageAnalysis]:
+    """Return the analysis of an image whose slabs are several."""
+    model = small_model(parts, seed)
+    x, y = labelled(model, COUNT, 1)
+    certifier = Taylor(model, "a nonce", norm)
+    ((_, analysis),) = certifier.analyse(x[2:], y[2:]).parts
+    assert isinstance(analysis, ImageAnalysis)
+    return certifier, analysis
+
+
+@pytest.mark.parametrize(("parts", "norm", "seed", "share"), mostly_slow(product(PARTS, NORMS, (0, 1), SHARES)))
+def test_no_image_of_the_ball_loses_more(parts: str, norm: str, seed: int, share: float) -> None:
+    certifier, analysis = taylor_of(parts, norm=norm, seed=seed)
+    e_B = share * analysis._first_order.end_B
+    _, loss_B, stage = in_slabs(analysis, e_B)
+    assert (fallen(certifier, analysis, stage.here.rivals_BR[:, 0], e_B) <= loss_B * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "seed", "norm"),
+    mostly_slow([("stem", 0, "l2"), ("standard", 1, "l2"), ("standard", 1, "linf")], ("standard", 1, "l2")),
+)
+def test_slabs_prove_what_the_whole_ball_does_not(parts: str, seed: int, norm: str) -> None:
+    certifier, analysis = one_image(parts, seed, norm)
+    e_B, margin_B = 0.9 * analysis._first_order.end_B, analysis.clean.margin_BJ.amin(1)
+    e_B = e_B if norm == "l2" else 0.8 * e_B
+    whole_B, loss_B, stage = in_slabs(analysis, e_B)
+    found_B = fallen(certifier, analysis, stage.here.rivals_BR[:, 0], e_B)
+    assert found_B <= loss_B < margin_B < whole_B
+
+
+@pytest.mark.parametrize(("parts", "norm", "share"), mostly_slow(product(PARTS, NORMS, SHARES), ("stem", "l2", 0.9)))
+def test_no_attack_of_the_served_model_succeeds_where_at_proves(parts: str, norm: str, share: float) -> None:
+    model = small_model(parts, 0)
+    x, y = labelled(model, COUNT, 1)
+    ((_, analysis),) = ServedTaylor(model, torch.float32, "a nonce", norm).analyse(x, y).parts
+    assert isinstance(analysis, ImageAnalysis)
+    eps_B = share * analysis.ball.eps_within(analysis._first_order.end_B)
+    certified_B = analysis.at(eps_B).certified_B
+    found_B = attacked(model, x, y, eps_B, norm, 8, served=True)
+    assert (found_B[certified_B] < 0).all()
+
+
+@pytest.mark.parametrize(("parts", "seed"), mostly_slow([("stem", 0), ("standard", 1)], ("standard", 1)))
+def test_slabs_cover_the_ball(parts: str, seed: int) -> None:
+    """Every image of the ball lies in the ball of the center of its slab. Every center counts in the probability."""
+    _, analysis = one_image(parts, seed)
+    e_B = 0.97 * analysis._first_order.end_B
+    cut, balls = recorded(analysis._slabs)
+    _, loss_B, stage = in_slabs(analysis, e_B, cut)
+    assert loss_B.isfinite().all()
+    assert balls
+    assert (stage.failure_B >= stage.ellipsoids.failure * (1 + 0.2 * len(balls))).all()
+    x, g = analysis.images[0].flatten(), stage.here.gradients(stage.here.rivals_BR[:, :1].mT).image.flatten()
+    u = -g / g.norm()
+    torch.manual_seed(0)
+    along = e_B * (2 * torch.rand(4000, dtype=torch.float64) - 1)
+    aside = torch.randn(4000, len(x), dtype=torch.float64)
+    aside = aside - (aside @ u)[:, None] * u
+    aside = aside / aside.norm(dim=1, keepdim=True) * (e_B.square() - along.square()).sqrt()[:, None]
+    changes = along[:, None] * u + aside  # on the sphere
+    starts = [float((center[0].flatten() - x) @ u) for center, _ in balls]
+    for start, end, (center, radius_B) in zip(starts, [*starts[1:], float(e_B)], balls, strict=True):
+        inside = changes[(along >= start) & (along <= end)]
+        assert len(inside)
+        assert ((inside + x - center[0].flatten()).norm(dim=1) <= radius_B).all()
+
+
+def test_a_slope_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    certifier, analysis = taylor_of("standard")
+    e_B = 0.9 * analysis._first_order.end_B
+    monkeypatch.setattr(slabs, "slope", lambda g, along_BCHW: 0.5 * slope(g, along_BCHW))
+    _, loss_B, stage = in_slabs(analysis, e_B)
+    assert (fallen(certifier, analysis, stage.here.rivals_BR[:, 0], e_B) > loss_B).any()
+
+
+@pytest.mark.slow
+def test_an_answer_does_not_depend_on_the_batch() -> None:
+    model = small_model("stem", 0)
+    x, y = labelled(model, COUNT, 2)
+    (part,) = Taylor(model, nonce="one").analyse(x, y).parts
+    eps_B = 0.9 * part[1]._first_order.end_B  # type: ignore[attr-defined]
+    found = part[1].at(eps_B)
+    alone = [Taylor(model, nonce="one").analyse(x[[i]], y[[i]]).at(eps_B[[i]]) for i in range(COUNT)]
+    torch.testing.assert_close(found.loss_B, torch.cat([one.loss_B for one in alone]), rtol=1e-6, atol=1e-9)
+    assert torch.equal(found.certified_B, torch.cat([one.certified_B for one in alone]))
