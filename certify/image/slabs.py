@@ -28,6 +28,7 @@ from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 
 MOST = 8  # slabs of one ball
 SHARE = 0.9  # of what a slab leaves of the margin that its width may use up
+LEAST = 1 / 32  # of what is left of the ball along u: with thinner slabs the end is out of reach
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Slabs:
             failure_B[index_I] += center.failure_I
             done_B[index_I] = (spare_I > 0) & (width_I == to_end_I)
             a_B[index_I] += width_I
-            index_I = index_I[(spare_I > 0) & (width_I < to_end_I)]
+            index_I = index_I[(width_I > LEAST * to_end_I) & (width_I < to_end_I)]
             if not len(index_I) or number == MOST - 1:
                 break
             center = self._center(here, class_B, u, index_I, a_B[index_I], e_B[index_I], end_B[index_I])
@@ -81,7 +82,7 @@ class Slabs:
         inner = self.around(x + broadcast_batch(a_I, x.shape[1:]) * u, here.clean.label_B[index_I])
         center = Situation.of(inner, inner.chain.points[0], torch.arange(len(x), device=x.device), self.seed)
         slope_I, margin_I = slope(center.gradients(class_I[None]).image[0], u), of_class(inner.clean.margin_BJ, class_I)
-        off_I = 4 * U * (torch.linalg.vector_norm(x.flatten(1), dim=1) + a_I)  # rounding of the center
+        off_I = 16 * U * x[0].numel() * (torch.linalg.vector_norm(x.flatten(1), dim=1) + a_I)  # of the center, and of u
         radius_I = ((e_I - a_I).clamp_min(0) * (e_I + a_I)).sqrt() * OUT + off_I
         needed_I = margin_I - product(slope_I, end_I - a_I)  # what the last slab has to leave
         stage = self.stage(_alone(center, class_I, needed_I, u), radius_I)
