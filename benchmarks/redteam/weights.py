@@ -1,6 +1,7 @@
 """Ascent on the weights of a small model and on its image for drop / claimed loss.
 
-At a fixed radius, ascent finds the point x' of the ball where a margin is smallest, and
+At a fixed radius, the certified one or a larger one, for which slabs may still lower the claimed loss, ascent finds the
+point x' of the ball where a margin is smallest, and
 
     drop(w, x) = m(x) - m(x')          its gradient shows how weights and image can lower the margin further;
 
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.redteam.claims import METHODS, Claim, analysis_of, certified_claim, claim_at, drop, margin
+from benchmarks.redteam.claims import METHODS, Claim, analysis_of, claim_at, drop, margin
 from benchmarks.redteam.finding import Finding
+from certify.api import radius_of
 from certify.shared.bake import bake
 from certify.shared.ball import NORMS
 from tests.tools.trials import KINDS, SIZES, Subject
@@ -26,6 +28,7 @@ CLIMB = 12  # steps
 FIRST_STEP = 0.1  # relative to the weights
 DESCENT = 12  # steps to a point where a margin is low
 CASES = tuple(product(METHODS, NORMS))
+BEYOND = (1.0, 1.15)  # radii, in units of the certified one
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class State:
     ratio: float
 
     @staticmethod
-    def of(model: Any, x: Tensor, method: str, norm: str, eps_B: Tensor | None = None) -> "State | None":
-        """Return the state at the certified radius, or at eps; None if nothing is claimed."""
+    def of(
+        model: Any, x: Tensor, method: str, norm: str, beyond: float = 1.0, eps_B: Tensor | None = None
+    ) -> "State | None":
+        """Return the state at `beyond` times the certified radius, or at eps; None if nothing is claimed."""
         analysis = analysis_of(model, x, method, norm)
         if analysis is None or not bool(analysis.clean.correct_B.all()):
             return None
-        claim = certified_claim(analysis) if eps_B is None else claim_at(analysis, eps_B)
+        claim = claim_at(analysis, beyond * radius_of(analysis) if eps_B is None else eps_B)
         if not bool((claim.eps_B > 0).all() and claim.loss_B.isfinite().all()):
             return None
         label_B = analysis.clean.label_B
@@ -58,7 +63,7 @@ def findings(seed: int, steps: int = CLIMB) -> Iterator[Finding]:
         turn, kind = divmod(number, len(KINDS))
         method, norm = CASES[number % len(CASES)]
         subject = Subject(KINDS[kind], list(SIZES)[(kind + turn) % len(SIZES)], number)
-        start = State.of(subject.model(), subject.images(1), method, norm)
+        start = State.of(subject.model(), subject.images(1), method, norm, BEYOND[turn % 2])
         if start is not None:
             best = climbed(start, method, norm, number, steps)
             where = {"kind": subject.kind, "weights": subject.weights, "seed": number, "first": start.ratio}
@@ -70,7 +75,7 @@ def climbed(state: State, method: str, norm: str, seed: int, steps: int) -> Stat
     generator, size = torch.Generator().manual_seed(seed), FIRST_STEP
     for _ in range(steps):
         model, x = _moved(state, size, norm, generator)
-        other = State.of(model, x, method, norm, state.claim.eps_B)
+        other = State.of(model, x, method, norm, eps_B=state.claim.eps_B)
         if other is not None and other.ratio > state.ratio:
             state, size = other, 1.5 * size
         else:

@@ -9,11 +9,12 @@ an image of the ball (ellipsoid.py),
 plus the cost of modules without a form at |H_i|. Images seldom reach the worst direction of a form: this is often a
 hundredth of ||C_i|| |H_i|^2. A rival that stays open is bounded again with both terms together (coupled.py), since no
 image attains the worst of both. The result is the smaller of this bound and the adjoint one. Proofs:
-docs/proofs.md#image-forms, docs/proofs.md#coupled.
+docs/proofs.md#image-forms, docs/proofs.md#coupled, docs/proofs.md#slabs.
 
 The maps M_i are built for one largest radius and hold for every smaller one: a *radius stage* (radius_stage.py). They
-prove most at the largest, so a single eps has a stage of its own. A search asks many, and answers them from a few
-stages: the first one of an image is at its expected radius; later ones go up or down (certify/image/schedule.py).
+prove most at the largest, so a single eps has a stage of its own, and stages around other centers for the rivals that
+it leaves open (slabs.py). A search asks many, and answers them from a few stages: the first one of an image is at its
+expected radius; later ones go up or down (certify/image/schedule.py).
 
 Letters: B images, J classes, C rivals of each, I some of the images; e the radius of the L2 ball around a ball of eps.
 """
