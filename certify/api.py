@@ -126,9 +126,9 @@ def certified_radius(
     nonce: str | None = None,
     norm: str = L2,
 ) -> Tensor:
-    """Return the largest eps proved for each image, rounded down: (B,) float64, 0 where misclassified.
+    """Return the largest eps that a search proves for each image, rounded down: (B,) float64, 0 where misclassified.
 
-    Arguments and errors are those of `certify`.
+    Arguments and errors are those of `certify`, which spends more on its one radius and may prove a larger one.
     """
     return radius_of(certifier(model, method, nonce, norm, (images_BCHW, labels_B)).analyse(images_BCHW, labels_B))
 

@@ -28,7 +28,6 @@ from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 
 MOST = 8  # slabs of one ball
 SHARE = 0.9  # of what a slab leaves of the margin that its width may use up
-LEAST = 1 / 32  # of what is left of the ball along u: with thinner slabs the end is out of reach
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ class Slabs:
             failure_B[index_I] += center.failure_I
             done_B[index_I] = (spare_I > 0) & (width_I == to_end_I)
             a_B[index_I] += width_I
-            index_I = index_I[(width_I > LEAST * to_end_I) & (width_I < to_end_I)]
+            near_I = width_I * (MOST - number) > to_end_I  # else the slabs that are left would hardly reach the end
+            index_I = index_I[near_I & (width_I < to_end_I)]
             if not len(index_I) or number == MOST - 1:
                 break
             center = self._center(here, class_B, u, index_I, a_B[index_I], e_B[index_I], end_B[index_I])
