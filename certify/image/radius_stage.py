@@ -154,7 +154,8 @@ class RadiusStage:
         Rivals are bounded from the closest on, until one of them stays open.
         """
         here, loss_BJ = self._asked(e_B), loss_BJ.clone()
-        if self.ellipsoids.budget.large:  # in smaller models the adjoint analysis settles the far rivals
+        # The adjoint analysis settles far rivals of smaller models. Pairs of features bound whole margins only.
+        if self.ellipsoids.budget.large and self.here.along is None:
             loss_BJ = torch.minimum(loss_BJ, self._of_pairs(here))
         lost_B = torch.zeros_like(self.here.clean.correct_B)
         for formed in self._formed:

@@ -11,7 +11,7 @@ and those with <u, G> <= a_1 within e of x. A stage around x_k bounds the fall o
 u is left out, and what that adds within a slab is at most s_k (a_k+1 - a_k), s_k its size. Numbers a_k may be chosen
 freely: as far as the slab before allows. Proof: docs/proofs.md#slabs.
 
-Letters: B images, I some of them.
+Letters: B images, I those that are open.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,47 @@ SHARE = 0.9  # of what a slab leaves of the margin that its width may use up
 
 
 @dataclass(frozen=True)
-class Center:
-    """The center of a slab: a margin there, its slope along u, and the bound of all else, (I,) each."""
+class Balls:
+    """The balls of radius e around some images, in each of which the margin over one class is asked for.
 
-    margin_I: Tensor
-    slope_I: Tensor
-    rest_I: Tensor
-    failure_I: Tensor
+    u (B, *x) points down its gradient, `end_B` is the largest <u, G>, and `off_B` bounds what rounding does to centers,
+    to u, and to gradients without their part along it, relative to the slope.
+    """
+
+    x: Tensor
+    u: Tensor
+    label_B: Tensor
+    class_B: Tensor
+    e_B: Tensor
+    end_B: Tensor
+    off_B: Tensor
+
+    @staticmethod
+    def of(here: Situation, class_B: Tensor, e_B: Tensor, g: Tensor) -> "Balls":
+        u, x_B = _unit(-g), torch.linalg.vector_norm(here.images.flatten(1), dim=1)
+        end_B, off_B = product(here.ball.length(u), e_B) * OUT, 16 * U * g[0].numel() * (x_B + e_B)
+        return Balls(here.images, u, here.clean.label_B, class_B, e_B, end_B, off_B)
+
+    def __getitem__(self, index_I: Tensor) -> "Balls":
+        return Balls(*(part[index_I] for part in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Center:
+    """The center of a slab: a margin there, its slope along u, and the bound of its fall without it, (B,) each."""
+
+    margin_B: Tensor
+    slope_B: Tensor
+    rest_B: Tensor
+    failure_B: Tensor
+
+    def spare(self, balls: Balls) -> Tensor:
+        """Return what is left of the margin for the slope."""
+        return self.margin_B - nan_to_inf(self.rest_B + product(self.slope_B, balls.off_B))
+
+    def width(self, spare_B: Tensor, to_end_B: Tensor) -> Tensor:
+        """Return the width of the slab, 0 where nothing is left."""
+        return torch.minimum(SHARE * spare_B / self.slope_B, to_end_B).nan_to_num(0.0).clamp_min(0)
 
 
 @dataclass(frozen=True)
@@ -53,42 +87,37 @@ class Slabs:
 
         `rest_B` is the bound of what is not their first order. Also return the probability that a bound is wrong.
         """
-        g = here.gradients(class_B[None]).image[0]
-        u = _unit(-g)
-        margin_B, end_B = of_class(here.clean.margin_BJ, class_B), product(here.ball.length(u), e_B) * OUT
-        center = Center(margin_B, slope(g, u), rest_B, torch.zeros_like(e_B))
-        index_I = torch.arange(len(e_B), device=e_B.device)
-        a_B, left_B, failure_B = torch.zeros_like(e_B), torch.full_like(e_B, torch.inf), torch.zeros_like(e_B)
-        done_B = torch.zeros_like(e_B, dtype=torch.bool)
-        for number in range(MOST):
-            spare_I = nan_to_inf(center.rest_I).neg() + center.margin_I
-            to_end_I = end_B[index_I] - a_B[index_I]
-            width_I = torch.minimum(SHARE * spare_I / center.slope_I, to_end_I).nan_to_num(0.0).clamp_min(0)
-            left_B[index_I] = torch.minimum(left_B[index_I], spare_I - product(center.slope_I, width_I))
-            failure_B[index_I] += center.failure_I
-            done_B[index_I] = (spare_I > 0) & (width_I == to_end_I)
+        g, margin_B = here.gradients(class_B[None]).image[0], of_class(here.clean.margin_BJ, class_B)
+        balls, index_I = Balls.of(here, class_B, e_B, g), torch.arange(len(e_B), device=e_B.device)
+        center = Center(margin_B, slope(g, balls.u), rest_B, torch.zeros_like(e_B))
+        a_B, failure_B, proved_B = torch.zeros_like(e_B), torch.zeros_like(e_B), torch.zeros_like(here.clean.correct_B)
+        least_B = margin_B.clone()  # on the slabs so far
+        for slabs_left in range(MOST, 0, -1):
+            some = balls[index_I]
+            spare_I, to_end_I = center.spare(some), some.end_B - a_B[index_I]
+            width_I = center.width(spare_I, to_end_I)
+            least_B[index_I] = torch.minimum(least_B[index_I], spare_I - product(center.slope_B, width_I))
+            failure_B[index_I] += center.failure_B
+            proved_B[index_I] = (spare_I > 0) & (width_I == to_end_I)
             a_B[index_I] += width_I
-            near_I = width_I * (MOST - number) > to_end_I  # else the slabs that are left would hardly reach the end
+            near_I = width_I * slabs_left > to_end_I  # else the slabs that are left would hardly reach the end
             index_I = index_I[near_I & (width_I < to_end_I)]
-            if not len(index_I) or number == MOST - 1:
+            if not len(index_I) or slabs_left == 1:
                 break
-            center = self._center(here, class_B, u, index_I, a_B[index_I], e_B[index_I], end_B[index_I])
-        return torch.where(done_B, margin_B - left_B, torch.inf), failure_B
+            center = self._center(balls[index_I], a_B[index_I])
+        return torch.where(proved_B, margin_B - least_B, torch.inf), failure_B
 
-    def _center(
-        self, here: Situation, class_B: Tensor, u: Tensor, index_I: Tensor, a_I: Tensor, e_I: Tensor, end_I: Tensor
-    ) -> Center:
-        x, u, class_I = here.images[index_I], u[index_I], class_B[index_I]
-        inner = self.around(x + broadcast_batch(a_I, x.shape[1:]) * u, here.clean.label_B[index_I])
-        center = Situation.of(inner, inner.chain.points[0], torch.arange(len(x), device=x.device), self.seed)
-        slope_I, margin_I = slope(center.gradients(class_I[None]).image[0], u), of_class(inner.clean.margin_BJ, class_I)
-        off_I = 16 * U * x[0].numel() * (torch.linalg.vector_norm(x.flatten(1), dim=1) + a_I)  # of the center, and of u
-        radius_I = ((e_I - a_I).clamp_min(0) * (e_I + a_I)).sqrt() * OUT + off_I
-        needed_I = margin_I - product(slope_I, end_I - a_I)  # what the last slab has to leave
-        stage = self.stage(_alone(center, class_I, needed_I, u), radius_I)
-        loss_IJ = stage.losses(radius_I, torch.full_like(center.clean.margin_BJ, torch.inf))
-        rest_I = nan_to_inf(of_class(loss_IJ, class_I) + product(slope_I, off_I))
-        return Center(margin_I, slope_I, rest_I, stage.failure_B + inner.failure)
+    def _center(self, balls: Balls, a_B: Tensor) -> Center:
+        """Return the centers x + a u, with the bounds of the stages around them."""
+        inner = self.around(balls.x + broadcast_batch(a_B, balls.x.shape[1:]) * balls.u, balls.label_B)
+        here = Situation.of(inner, inner.chain.points[0], torch.arange(len(a_B), device=a_B.device), self.seed)
+        margin_B = of_class(inner.clean.margin_BJ, balls.class_B)
+        slope_B = slope(here.gradients(balls.class_B[None]).image[0], balls.u)
+        radius_B = ((balls.e_B - a_B).clamp_min(0) * (balls.e_B + a_B)).sqrt() * OUT + balls.off_B
+        needed_B = margin_B - product(slope_B, balls.end_B - a_B)  # what the last slab has to leave
+        stage = self.stage(_alone(here, balls.class_B, needed_B, balls.u), radius_B)
+        loss_BJ = stage.losses(radius_B, torch.full_like(here.clean.margin_BJ, torch.inf))
+        return Center(margin_B, slope_B, of_class(loss_BJ, balls.class_B), stage.failure_B + inner.failure)
 
 
 def _alone(here: Situation, class_B: Tensor, margin_B: Tensor, along_BCHW: Tensor) -> Situation:
