@@ -76,7 +76,7 @@ class Center:
 
 @dataclass(frozen=True)
 class Slabs:
-    """What makes stages around other centers: the adjoint terms of images with these labels, and a stage of them."""
+    """Bounds slab by slab, from adjoint terms around any points, by their labels, and a stage of these."""
 
     around: Callable[[Tensor, Tensor], AdjointAnalysis]
     stage: Callable[[Situation, Tensor], RadiusStage]
