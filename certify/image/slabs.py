@@ -7,9 +7,9 @@ a_k <= <u, G> <= a_k+1 are within
 
     rho_k = (e^2 - a_k^2)^(1/2)    of the center    x_k = x + a_k u,
 
-and those with <u, G> <= a_1 within e of x. A stage around x_k bounds the fall of the margin of which the gradient along
-u is left out, and what that adds within a slab is at most s_k (a_k+1 - a_k), s_k its size. Numbers a_k may be chosen
-freely: as far as the slab before allows. Proof: docs/proofs.md#slabs.
+and those with <u, G> <= a_1 within e of x. A stage around x_k bounds the fall of the margin without its slope s_k along
+u, and within the slab the slope adds at most s_k (a_k+1 - a_k). The a_k may be chosen freely: as far as the slab before
+allows. Proof: docs/proofs.md#slabs.
 
 Letters: B images, I those that are open.
 """
