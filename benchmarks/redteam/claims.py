@@ -15,7 +15,7 @@ from certify.shared.bake import bake
 from certify.shared.ball import LINF
 from certify.shared.certificate import Analysis
 from certizoo import UserError
-from tests.tools.ascent import ascend, ascend_box
+from tests.tools.ascent import ascend, ascend_box, rival_loss
 from tests.tools.trials import inside
 
 METHODS = ("lofast", "lofast_local", "adjoint", "image", "taylor")  # `best` takes its claims from these
@@ -56,12 +56,8 @@ def certified_claim(analysis: Analysis) -> Claim:
 
 def margin(model: Any, label_B: Tensor, rival_B: Tensor) -> Callable[[Tensor], Tensor]:
     """Return m_rival as a function of a batch that repeats the images."""
-
-    def of(z: Tensor) -> Tensor:
-        logits, many = model(z), len(z) // len(label_B)
-        return (logits.gather(1, label_B.repeat(many)[:, None]) - logits.gather(1, rival_B.repeat(many)[:, None]))[:, 0]
-
-    return of
+    loss = rival_loss(model, label_B, rival_B)
+    return lambda z: -loss(z)
 
 
 def drop(model: Any, x: Tensor, label_B: Tensor, claim: Claim, norm: str, starts: int = STARTS) -> Tensor:

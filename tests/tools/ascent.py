@@ -68,6 +68,17 @@ def _best(
     return best_B
 
 
+def rival_loss(model: Callable[[Tensor], Tensor], label_B: Tensor, rival_B: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return minus the margin over one class of each image, as a function of a batch that repeats the images."""
+
+    def loss(x: Tensor) -> Tensor:
+        logits, many = model(x), len(x) // len(label_B)
+        own, other = label_B.repeat(many)[:, None], rival_B.repeat(many)[:, None]
+        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
+
+    return loss
+
+
 def margin_loss(model: torch.nn.Module, y: Tensor) -> Callable[[Tensor], Tensor]:
     """Return max_{j != y} logit_j - logit_y, which is positive where the class has changed."""
 

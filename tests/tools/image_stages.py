@@ -13,7 +13,7 @@ from certify.ellipsoids.joint import Joint
 from certify.image.image import Image, ImageAnalysis
 from certify.image.radius_stage import RadiusStage
 from certify.image.situation import Situation
-from tests.tools.ascent import ascend, ascend_box
+from tests.tools.ascent import ascend, ascend_box, rival_loss
 from tests.tools.small_models import labelled, small_model
 from zoo.bounds.contracts import Expansion, QuadraticForm
 from zoo.bounds.tape import Vectors
@@ -70,15 +70,9 @@ def beaten(
 
 def fallen(certifier: Image, analysis: ImageAnalysis, rival_B: Tensor, e_B: Tensor) -> Tensor:
     """Return the largest fall of the margins over these rivals that ascent finds within these L2 balls."""
-    label_B, ball = analysis.clean.label_B, analysis.ball
+    ball, loss = analysis.ball, rival_loss(certifier.baked, analysis.clean.label_B, rival_B)
     search = ascend if ball.norm == "l2" else ascend_box
-
-    def drop(z: Tensor) -> Tensor:
-        logits, many = certifier.baked(z), len(z) // len(label_B)
-        own, other = label_B.repeat(many)[:, None], rival_B.repeat(many)[:, None]
-        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
-
-    return search(drop, analysis.images, ball.eps_within(e_B), 60, 4) - drop(analysis.images)
+    return search(loss, analysis.images, ball.eps_within(e_B), 60, 4) - loss(analysis.images)
 
 
 def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:

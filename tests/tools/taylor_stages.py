@@ -9,7 +9,7 @@ from certify.api import certifier
 from certify.ellipsoids.columns import Columns
 from certify.image.radius_stage import RadiusStage
 from certify.taylor.taylor import Taylor, TaylorAnalysis, TaylorStage, has_units
-from tests.tools.ascent import ascend
+from tests.tools.ascent import ascend, rival_loss
 from tests.tools.image_stages import formed_losses, off_by, situation
 from tests.tools.small_models import labelled, small_model
 
@@ -50,10 +50,5 @@ def exact_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
 
 def fall(net: nn.Module, x: Tensor, y: Tensor, rival_B: Tensor, e_B: Tensor) -> Tensor:
     """Return the largest fall of the margin over these rivals that ascent finds."""
-
-    def drop(z: Tensor) -> Tensor:
-        logits, many = net(z), len(z) // len(y)
-        own, other = y.repeat(many)[:, None], rival_B.repeat(many)[:, None]
-        return (logits.gather(1, other) - logits.gather(1, own))[:, 0]
-
-    return ascend(drop, x, e_B, 80, 8) - drop(x)
+    loss = rival_loss(net, y, rival_B)
+    return ascend(loss, x, e_B, 80, 8) - loss(x)
