@@ -80,12 +80,13 @@ class Rest:
     """The bound of |r / W| of a leaf at the largest e.
 
     `norm_B` is the seminorm of the leaf's form for Theta = 1, or that of |H| for a leaf without forms; `reach` is the
-    reach of its functionals there, and `form` the form.
+    reach of its functionals there, `form` the form, and `constant_B` its constant.
     """
 
     norm_B: Tensor
     reach: Tensor | None
     form: QuadraticForm | None
+    constant_B: Tensor
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,12 @@ class Ellipsoids(MeasuredMaps):
         return sum((nan_to_inf(bound) for bound in bounds), nan_to_inf(margins.constant))
 
     def held(self, at: int) -> Tensor:
-        """Return 1 where a leaf's remainder is bounded best by its form, at the largest e, else 0: (B,)."""
+        """Return 1 where a leaf's remainder is bounded best by its form alone, at the largest e, else 0: (B,)."""
         rest, before_B = self.rests[at], self.most.before[at]
         if rest.form is None:
             return torch.zeros_like(self.most_B)
-        return (product(rest.norm_B.square(), before_B) <= self.most.theta[at]).to(self.most_B)
+        closest_B = product(rest.norm_B.square(), before_B) <= self.most.theta[at]
+        return (closest_B & (rest.constant_B == 0)).to(self.most_B)
 
     def end(self, grown: Grown) -> Tensor:
         """Bound how far the features move, without the last node's own error: (B,).
@@ -268,16 +270,19 @@ class Ellipsoids(MeasuredMaps):
         square_B = nan_to_inf(product(rest.norm_B.square(), known.total_B))
         if at in sizes:
             square_B = torch.fmin(square_B, product(rest.form.largest[0], sizes[at].square()))
+        square_B = square_B + rest.constant_B
         return nan_to_inf(product(square_B, leaf.forms.shrink(self._reach(at, known), rest.reach)))
 
     def _rest(self, at: int, known: Before) -> Rest:
         leaf = self.tape.leaves[at]
         if leaf.forms is None:
-            return Rest(self.norm_of(at), None, None)
+            return Rest(self.norm_of(at), None, None, torch.zeros_like(self.most_B))
         reach = self._reach(at, known)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
-        norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
-        return Rest(norm_B, reach, form)
+        constant_B, norm_B = (form.constant + torch.zeros_like(form.largest))[0], torch.zeros_like(self.most_B)
+        if bool(form.largest.any()):
+            norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
+        return Rest(norm_B, reach, form, constant_B)
 
     def _radius(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """Bound |H_i| (B,)."""

@@ -97,7 +97,9 @@ class Samples:
         """Estimate the root of a form at the input of a leaf."""
         start = self.draw(torch.Size([joint.room(at)]), f"length {at}", self.most_B[:, None])
         length_B = self._around(total_B) * self._ritz(joint, {at: form}, start)
-        return torch.fmin(length_B, form.largest[0].sqrt() * self.sizes[at]) if at in self.sizes else length_B
+        if at in self.sizes:
+            length_B = torch.fmin(length_B, form.largest[0].sqrt() * self.sizes[at])
+        return (length_B.square() + form.constant).view(length_B.shape).sqrt()
 
     def _rows(self, hessian: Hessian, v: Tensor, total_B: Tensor) -> Tensor:
         """Estimate the lengths of all L_r H, from changes v of the input: (B, R)."""

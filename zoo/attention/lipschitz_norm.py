@@ -9,7 +9,6 @@ Letters: B images, N tokens, D width, H heads, O = D / H.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +16,16 @@ from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf
 from zoo.attention.lipschitz import global_layer
+from zoo.attention.parts import CoreLeafForms
+from zoo.attention.projected_forms import ProjectedForms, Projection, behind
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.quotient import Quotient
+from zoo.attention.quotient_forms import Norms, TemperedForms
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
-from zoo.bounds.contracts import Layer, Precision
+from zoo.bounds.contracts import Expansion, Layer, Precision
 from zoo.bounds.rule_table import NoRule, register
 
 SMALLEST_C = 1e-12  # avoids 0 / 0 where two of u, v, w vanish
@@ -119,7 +121,8 @@ class _Quotient:
         second_3BH = torch.stack([torch.zeros_like(u), *two[..., 1]])
         i, j = torch.tensor([0, 0, 1], device=u.device), torch.tensor([1, 2, 2], device=u.device)
         products = self.norms_3BH[i] * self.norms_3BH[j]
-        self.c_BH, active = products.max(0)
+        self.c_BH, self.active = products.max(0)
+        active = self.active
         self.c_BH = self.c_BH.clamp_min(SMALLEST_C)
         chosen = F.one_hot(active, 3).movedim(-1, 0).to(u)  # of the products
         self.partner_3BH = torch.stack(  # dc / d(u, v, w)
@@ -205,6 +208,14 @@ class _Quotient:
 
         return bound
 
+    def leaves(self, first: Projection, own: Expansion, core: Expansion) -> tuple[Expansion, ...]:
+        """Return one leaf for projection, quotient and core."""
+        assert isinstance(core.forms, CoreLeafForms)
+        norms = Norms.of(torch.stack(self.directions), self.largest, self.active)
+        forms = TemperedForms(core.forms, norms, 1 / self.c_BH, SMALLEST_C)
+        behind_both = ProjectedForms(forms, first.leaf, forms.sizes_behind(first))
+        return (behind(first.leaf, behind(own, core), behind_both),)
+
     def pull(self, g_3CBHNO: Tensor) -> Tensor:
         """Return dq^ / c, and -q^ / c^2 times the partner of each norm along its direction."""
         weight_CBH = -(g_3CBHNO[0] * self.q).sum((-2, -1)) / self.c_BH.square()
@@ -224,13 +235,13 @@ def lipschitz_norm_split(module: LipschitzNormAttention) -> Split:
     def transform(projected_3BHNO: Tensor) -> QKVTransform:
         of = _Quotient(projected_3BHNO)
         y_3BHNO = torch.stack(module.scores(*projected_3BHNO))
-        return QKVTransform(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull)
+        return QKVTransform(y_3BHNO, of.first, of.radii, of.betas, of.remainder, of.pull, of.leaves)
 
     def rounded(precision: Precision) -> RoundedRows:
         project = projected(module, precision)
         return lambda x_BWND: Quotient.of(project(x_BWND), SMALLEST_C, precision)
 
-    return replace(qkv_split(module, transform, rounded), whole=True)
+    return qkv_split(module, transform, rounded)
 
 
 register(LipschitzNormAttention, softmax_rules(lipschitz_norm, lipschitz_norm_split))

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import gamma, product
 from zoo.attention.computed import errors_of, scores
-from zoo.attention.parts import core_leaf, merge_leaf, projection_leaf
+from zoo.attention.parts import core_leaf, merge_leaf
+from zoo.attention.projected_forms import Projection
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.theory.core import QKVRadii, Score
@@ -37,6 +38,7 @@ from zoo.bounds.rule_table import NoRule, expect, rules_of
 from zoo.spectral import sigma_upper
 
 ThreeBounds = Callable[[QKVRadii], QKVRadii]
+Leaves = Callable[[Projection, Expansion, Expansion], tuple[Expansion, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class QKVTransform:
 
     first(r) bounds how far J moves each of q, k, v; radii(r) how far they move; betas(r) how far they leave J.
     remainder(g): for g (3, C, B, H, N, O), never below -<g, R> (..., C, B). pull(g): J^T g. All of them are
-    superhomogeneous, as in theory/core.py.
+    superhomogeneous, as in theory/core.py. leaves(first, own, core): the chain of projection, transform and core.
 
     Proof: docs/proofs.md#qkv-transform.
     """
@@ -56,6 +58,7 @@ class QKVTransform:
     betas: ThreeBounds
     remainder: Callable[[Tensor], Callable[[QKVRadii], Tensor]]
     pull: Callable[[Tensor], Tensor]
+    leaves: Leaves
 
 
 def identity(y_3: Tensor) -> QKVTransform:
@@ -67,7 +70,10 @@ def identity(y_3: Tensor) -> QKVTransform:
     def zero(r: QKVRadii) -> QKVRadii:
         return QKVRadii(*(torch.zeros_like(one) for one in r))
 
-    return QKVTransform(y_3, same, same, zero, lambda g: lambda r: torch.zeros_like(r.q), lambda g: g)
+    def leaves(first: Projection, own: Expansion, core: Expansion) -> tuple[Expansion, ...]:
+        return first.leaf, core
+
+    return QKVTransform(y_3, same, same, zero, lambda g: lambda r: torch.zeros_like(r.q), lambda g: g, leaves)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,6 @@ class Split:
     proj: nn.Linear
     transform: Callable[[Tensor], QKVTransform] = identity
     scores: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = lambda q, k, v: (q, k, v)
-    whole: bool = False  # one leaf of the tape: the bounds of `transform` need three separate radii
     rounded: Callable[[Precision], RoundedRows] | None = None
     off_values: Tensor | float = 0.0
 
@@ -254,30 +259,27 @@ class AttentionBounds:
         ones, y_BND = torch.ones(len(x_BND), dtype=x_BND.dtype, device=x_BND.device), self.module(x_BND)
         gain_B = self.norm_o * through(transform.first(self.projected(ones)))
         leaves = self._leaves(projected_3BHNO, transform, inexact, y_BND)
-        parts = () if self.split.whole else leaves
 
         def off(r: Tensor) -> Tensor:
             r_3 = transform.radii(self.projected(r))
             return self.norm_o * inexact.norm(r_3, r_3)
 
         return Expansion(
-            y=y_BND, gain_B=gain_B, beta=beta, remainder=remainder, pull=pull, rounding_B=chained(leaves), parts=parts
+            y=y_BND, gain_B=gain_B, beta=beta, remainder=remainder, pull=pull, rounding_B=chained(leaves), parts=leaves
         ), off
 
     def _leaves(
         self, projected_3BHNO: Tensor, transform: QKVTransform, inexact: Inexact, y_BND: Tensor
     ) -> tuple[Expansion, ...]:
         """Return the leaves of the chain; see parts.py."""
-        first = projection_leaf(projected_3BHNO.transpose(0, 1), self.split.w_3HOD, self.split.off_values)
-        last = core_leaf(inexact.core, transform.y_3[2], inexact), merge_leaf(y_BND, self.o_HDO.mT)
-        return (first, *last) if self.split.transform is identity else (first, transform_leaf(transform), *last)
+        y_B3HNO, last = projected_3BHNO.transpose(0, 1), merge_leaf(y_BND, self.o_HDO.mT)
+        core = core_leaf(inexact.core, transform.y_3[2], inexact)
+        first = Projection.of(y_B3HNO, self.split.w_3HOD, self.split.off_values)
+        return (*transform.leaves(first, transform_leaf(transform), core), last)
 
 
 def transform_leaf(transform: QKVTransform) -> Expansion:
-    """Expand what a variant does to its projections, which has no forms.
-
-    Each of q, k and v gets the whole radius of all three.
-    """
+    """Expand what a variant does to its projections. Each of q, k and v gets the whole radius of all three."""
     ones_B = torch.ones_like(transform.y_3[0].flatten(1)[:, 0])
 
     def length(r: QKVRadii) -> Tensor:

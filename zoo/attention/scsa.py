@@ -8,20 +8,23 @@ Letters: B images, N tokens, D width, H heads, O = D / H.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import nan_to_inf
+from zoo.arithmetic import U, nan_to_inf
 from zoo.attention.lipschitz import global_layer
+from zoo.attention.projected_forms import ProjectedForms, Projection, behind
 from zoo.attention.qkv import QKVTransform, Split, qkv_split
 from zoo.attention.rows import RoundedRows, Rows, normalised, projected
 from zoo.attention.softmax import QKVAttention
 from zoo.attention.softmax_rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
-from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
+from zoo.bounds.contracts import Bound, Expansion, Layer, Precision, Rounded
 from zoo.bounds.rule_table import NoRule, register
+from zoo.layers.norm_forms import BoundedForms
 from zoo.layers.norms import bounded_normalisation, normalisation_remainder, smooth_expansion
 
 
@@ -101,6 +104,16 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
     root = math.sqrt(module.eps)
     sizes_3 = (1 / root, 1 / root, module.nu / root)
 
+    def leaves(projected_3BHNO: Tensor, first: Projection, own: Expansion, core: Expansion) -> tuple[Expansion, ...]:
+        u, off = projected_3BHNO.transpose(0, 1), 2 * U * max(map(abs, sizes_3))
+        sized = u.new_tensor(sizes_3)[:, None, None, None]
+        rows = BoundedForms(u, root, outer=lambda r: sized * r, outer_T=lambda g: sized * g, spread_rounding=off)
+        lines = first.heads_3H[..., None, None].expand(-1, -1, u.shape[3], 2)
+        forms = ProjectedForms(
+            rows, first.leaf, torch.cat([first.rows_3HO.unsqueeze(2).expand(-1, -1, u.shape[3], -1), lines], -1)
+        )
+        return behind(first.leaf, own, forms), core
+
     def transform(projected_3BHNO: Tensor) -> QKVTransform:
         rows = [smooth_expansion(u, root) for u in projected_3BHNO]
         lips = [bounded_normalisation(u, root) for u in projected_3BHNO]
@@ -126,6 +139,7 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
             lambda r: each([row.beta for row in rows], r),
             remainder,
             lambda g_3: torch.stack([s * row.pull(g) for s, row, g in zip(sizes_3, rows, g_3, strict=True)]),
+            partial(leaves, projected_3BHNO),
         )
 
     return qkv_split(module, transform, lambda precision: _rounded(module, precision))

@@ -113,7 +113,7 @@ class Forms(Protocol):
         ...
 
     def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
-        """Return the form with |weight r(H)|^2 <= <H, C H>, one for each image.
+        """Return the form and constant with |weight r(H)|^2 <= <H, C H> + constant, one for each image.
 
         weight (B, ...) >= 0 applies entry by entry. The form holds for every smaller reach too.
         """
@@ -138,9 +138,9 @@ class Forms(Protocol):
         ...
 
     def shrink(self, small: Tensor, large: Tensor) -> Tensor:
-        """Return t (B,), at most 1, with |r(H)|^2 <= t <H, C H> within the small reach, for small <= large.
+        """Return t (B,), at most 1: |r(H)|^2 <= t (<H, C H> + constant) within the small reach, for small <= large.
 
-        C is the form that `of_rest` makes for the large reach.
+        Form and constant are those that `of_rest` makes for the large reach.
         """
         ...
 

@@ -35,6 +35,7 @@ from tests.tools.cases import mostly_slow
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
+from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.attention.theory import forms, third_norm
 from zoo.attention.theory.forms import CoreForms, ScoreRange
@@ -305,24 +306,28 @@ def only(seed: int) -> Case:
     return case_of(SCORES["dot product"], seed)
 
 
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS: dict[str, Callable[[], Any]] = {  # those whose first leaf is only their projection
     "dot product": lambda: DotProductAttention(12, 2),
     "gated positions": lambda: GPSA(DotProductAttention(12, 2)),
     "window": lambda: WindowAttention(DotProductAttention(12, 2), (2, 2)),
     "L2": lambda: L2Attention(12, 2),
     "L2 with keys": lambda: L2Attention(12, 2, tied=False),
-    "SCSA": lambda: ScaledCosineAttention(12, 2),
     "masked": lambda: masked(1.0, 2),
     "window of L2": lambda: WindowAttention(L2Attention(12, 2), (2, 2)),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "SCSA": lambda: ScaledCosineAttention(12, 2),
     "gated SCSA": lambda: GPSA(ScaledCosineAttention(12, 2)),
+    "LN": lambda: LipschitzNormAttention(12, 2),
+    "window of LN": lambda: WindowAttention(LipschitzNormAttention(12, 2), (2, 2)),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
     """Check their outputs, the Jacobian through them and its transpose, and that no gain is too small."""
     torch.manual_seed(0)
-    module = random_(KINDS[kind](), 1.0)
+    module = random_((KINDS | OTHERS)[kind](), 1.0)
     x = torch.randn(3, 4, 12).double()
     whole = expansion_of(module)(x)
     torch.testing.assert_close(whole.parts[-1].y, whole.y)
@@ -337,12 +342,11 @@ def test_the_leaves_of_an_attention_are_its_chain(kind: str) -> None:
         pulled = leaf.pull(pulled)
     torch.testing.assert_close(pushed, whole.push(v))
     torch.testing.assert_close(pulled, whole.pull(g))
-    assert sum(leaf.forms is not None for leaf in whole.parts) == 1
+    assert all(leaf.affine or leaf.forms is not None for leaf in whole.parts)
+    assert sum(leaf.forms is not None for leaf in whole.parts) == (2 if "SCSA" in kind else 1)
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_slow((kind for kind in KINDS if "SCSA" not in kind), "gated positions", "window of L2")
-)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "gated positions", "window of L2"))
 def test_ascent_over_tokens_beats_no_form(kind: str) -> None:
     """Go through the projections, as the certificate does."""
     torch.manual_seed(1)

@@ -1,0 +1,109 @@
+"""Quadratic forms of what a variant does to its projections, as forms of the change of the tokens.
+
+The lengths of queries, keys and values are bounded by that of the tokens, each with its own matrix: one length for all
+three would be that of the longest.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from zoo.arithmetic import OUT, product
+from zoo.attention.parts import projection_leaf
+from zoo.bounds.contracts import Bound, Expansion, Forms, QuadraticForm, SignedForm
+from zoo.bounds.products import chained
+from zoo.spectral import sigma_upper
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The map from tokens to queries, keys and values, with upper bounds of the norms of its rows and heads."""
+
+    leaf: Expansion
+    rows_3HO: Tensor
+    heads_3H: Tensor
+
+    @staticmethod
+    def of(y_B3HNO: Tensor, w_3HOD: Tensor, off_values: Tensor | float) -> "Projection":
+        """Return it for these weights; the exact ones of the values may be `off` in norm."""
+        off_3 = w_3HOD.new_tensor([0.0, 0.0, float(off_values)])
+        rows = w_3HOD.norm(dim=-1) * OUT + off_3[:, None, None]
+        leaf = projection_leaf(y_B3HNO, w_3HOD, off_values)
+        return Projection(leaf, rows, sigma_upper(w_3HOD) + off_3[:, None])
+
+
+@dataclass(frozen=True)
+class ProjectedForms:
+    """The forms of f(W H) for those of f. `first` expands W, and `sizes` are the functionals' sizes in H."""
+
+    inner: Forms
+    first: Expansion
+    sizes: Tensor
+
+    @property
+    def shared(self) -> bool:
+        return False
+
+    @property
+    def slack(self) -> Tensor:
+        return 2 * (self.inner.slack * self.first.gain_B.amax() + self.inner.sizes * self.first.rounding.amax())
+
+    @property
+    def spread_rounding(self) -> Tensor | float:
+        return self.inner.spread_rounding
+
+    @property
+    def pooled(self) -> int:
+        return self.inner.pooled
+
+    def squares(self, probes: Tensor) -> Tensor:
+        return self.inner.squares(self.first.push(probes))
+
+    def of_gradient(self, g: Tensor, reach: Tensor) -> QuadraticForm:
+        return self._through(self.inner.of_gradient(g, reach))
+
+    def of_rest(self, reach: Tensor, weight: Tensor) -> QuadraticForm:
+        return self._through(self.inner.of_rest(reach, weight))
+
+    def signed(self, g: Tensor, reach: Tensor) -> SignedForm:
+        return SignedForm(*map(self._through, self.inner.signed(g, reach)))
+
+    def size(self, reach: Tensor) -> Tensor:
+        return self.inner.size(reach)
+
+    def shrink(self, small: Tensor, large: Tensor) -> Tensor:
+        return self.inner.shrink(small, large)
+
+    def spread(self, r: Tensor) -> Tensor:
+        return self.inner.spread(r)
+
+    def collect(self, g: Tensor) -> Tensor:
+        return self.inner.collect(g)
+
+    def _through(self, form: QuadraticForm) -> QuadraticForm:
+        gain2, off = self.first.gain_B.square(), 2 * self.first.rounding * self.first.gain_B
+        return replace(
+            form,
+            apply=lambda v: self.first.pull(form.apply(self.first.push(v))),
+            largest=gain2 * form.largest,
+            rounding=2 * (gain2 * form.rounding + off * form.largest),
+        )
+
+
+def behind(first: Expansion, second: Expansion, forms: Forms | None = None) -> Expansion:
+    """Expand a map and what follows it as one leaf. Where both are nonlinear, R is known by these forms alone."""
+
+    def remainder(g: Tensor) -> Bound:
+        bound = second.remainder(g)
+        return lambda r: bound(product(first.gain_B, r))
+
+    return Expansion(
+        y=second.y,
+        gain_B=first.gain_B * second.gain_B,
+        beta=lambda r: second.beta(product(first.gain_B, r)),
+        remainder=remainder,
+        pull=lambda g: first.pull(second.pull(g)),
+        own_push=lambda v: second.push(first.push(v)),
+        rounding_B=chained((first, second)),
+        forms=forms,
+    )
