@@ -2,8 +2,9 @@
 
     X  ->  (q^, k^, v^)  ->  (q, k, v)  ->  softmax(scores) V  ->  Y
 
-The first and the last step are linear; the second is what a variant does to its projections, if anything. The third is
-the core, which has quadratic forms: theory/forms.py. Proof: docs/proofs.md#attention-forms.
+The first and the last step are linear; the second is what a variant does to its projections, if anything. It is one
+leaf with the first (projected_forms.py). The third is the core, which has quadratic forms: theory/forms.py. Proof:
+docs/proofs.md#attention-forms.
 
 Letters: B images, C vectors of each, H heads, N tokens, O width of a head; 3 stands for q, k, v.
 """

@@ -5,6 +5,7 @@ three would be that of the longest.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -17,19 +18,32 @@ from zoo.spectral import sigma_upper
 
 @dataclass(frozen=True)
 class Projection:
-    """The map from tokens to queries, keys and values, with upper bounds of the norms of its rows and heads."""
+    """The map from tokens to queries, keys and values: y (B, 3, H, N, O), weights (3, H, O, D).
 
-    leaf: Expansion
-    rows_3HO: Tensor
-    heads_3H: Tensor
+    The exact weights of the values may be `off_values` from these in norm.
+    """
 
-    @staticmethod
-    def of(y_B3HNO: Tensor, w_3HOD: Tensor, off_values: Tensor | float) -> "Projection":
-        """Return it for these weights; the exact ones of the values may be `off` in norm."""
-        off_3 = w_3HOD.new_tensor([0.0, 0.0, float(off_values)])
-        rows = w_3HOD.norm(dim=-1) * OUT + off_3[:, None, None]
-        leaf = projection_leaf(y_B3HNO, w_3HOD, off_values)
-        return Projection(leaf, rows, sigma_upper(w_3HOD) + off_3[:, None])
+    y_B3HNO: Tensor
+    w_3HOD: Tensor
+    off_values: Tensor | float
+
+    @cached_property
+    def leaf(self) -> Expansion:
+        return projection_leaf(self.y_B3HNO, self.w_3HOD, self.off_values)
+
+    @property
+    def rows_3HO(self) -> Tensor:
+        """Upper bounds of the norms of rows."""
+        return self.w_3HOD.norm(dim=-1) * OUT + self._off_3[:, None, None]
+
+    @cached_property
+    def heads_3H(self) -> Tensor:
+        """Upper bounds of the norms of heads."""
+        return sigma_upper(self.w_3HOD) + self._off_3[:, None]
+
+    @property
+    def _off_3(self) -> Tensor:
+        return self.w_3HOD.new_tensor([0.0, 0.0, float(self.off_values)])
 
 
 @dataclass(frozen=True)

@@ -272,10 +272,9 @@ class AttentionBounds:
         self, projected_3BHNO: Tensor, transform: QKVTransform, inexact: Inexact, y_BND: Tensor
     ) -> tuple[Expansion, ...]:
         """Return the leaves of the chain; see parts.py."""
-        y_B3HNO, last = projected_3BHNO.transpose(0, 1), merge_leaf(y_BND, self.o_HDO.mT)
+        first = Projection(projected_3BHNO.transpose(0, 1), self.split.w_3HOD, self.split.off_values)
         core = core_leaf(inexact.core, transform.y_3[2], inexact)
-        first = Projection.of(y_B3HNO, self.split.w_3HOD, self.split.off_values)
-        return (*transform.leaves(first, transform_leaf(transform), core), last)
+        return *transform.leaves(first, transform_leaf(transform), core), merge_leaf(y_BND, self.o_HDO.mT)
 
 
 def transform_leaf(transform: QKVTransform) -> Expansion:

@@ -2,6 +2,7 @@
 
 c' is that of the exact rows in the ball, c^ that of the computed ones, which are off by e. With a, b two of the norms
 in the ball, |a b - a^ b^| <= a e_b + b e_a + e_a e_b, and the greatest of three moves no further than one of them.
+c' is at least what a change can leave of it (docs/proofs.md#quotient-forms).
 
 Letters: B images, W windows, H heads; norms (B, W, H) of q, k and v, radii and errors (..., B, 1, 1).
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo.arithmetic import OUT
+from zoo.arithmetic import OUT, U
 from zoo.attention.rows import Rows
 from zoo.bounds.contracts import Precision, Rounded
 from zoo.bounds.rounding import ROOT, TINY, in_range, size
@@ -25,6 +26,7 @@ class Quotient:
     """The quotient around one batch of projections."""
 
     rows: Rows
+    lengths: Sequence[Tensor]  # (B, W, H, N) of the rows that the largest are taken of; of q, the whole
     norms: Sequence[Tensor]
     smallest: float  # lower bound of c
     precision: Precision
@@ -32,9 +34,10 @@ class Quotient:
     @staticmethod
     def of(rows: Rows, smallest: float, precision: Precision) -> Rows:
         """Return the projections, with q divided by c."""
-        whole, *longest = (torch.linalg.vector_norm(one.y, dim=-1) for one in rows)
-        norms = torch.linalg.vector_norm(whole, dim=-1), *(one.amax(-1) for one in longest)
-        found = Quotient(rows, norms, smallest, precision)
+        of_q, *others = (torch.linalg.vector_norm(one.y, dim=-1) for one in rows)
+        lengths = torch.linalg.vector_norm(of_q, dim=-1, keepdim=True), *others
+        norms = [one.amax(-1) for one in lengths]
+        found = Quotient(rows, lengths, norms, smallest, precision)
         y = rows.q.y / found.least([torch.zeros_like(norm) for norm in norms])[..., None, None]
         return Rows(Rounded(y, found.radius, lambda r, e: found.error(y, r, e)), rows.k, rows.v)
 
@@ -59,12 +62,26 @@ class Quotient:
         return in_range(most_B, error_B if share < 0.1 else torch.full_like(error_B, torch.inf), ROOT)
 
     def least(self, off: Sequence[Tensor]) -> Tensor:
-        """Return a lower bound of c where the norms fall by at most `off`."""
-        low = [(norm - one).clamp_min(0) for norm, one in zip(self.norms, off, strict=True)]
+        """Return a lower bound of c where Q, K and V change by at most `off`."""
+        low = [least_maximum(rows, one) for rows, one in zip(self.lengths, off, strict=True)]
         return torch.stack([low[i] * low[j] for i, j in PAIRS]).amax(0).clamp_min(self.smallest)
 
     def _radii(self, r: Tensor) -> list[Tensor]:
         return [one.radius(r)[..., None, None] for one in self.rows]
+
+
+def least_maximum(rows: Tensor, whole: Tensor) -> Tensor:
+    """Return a lower bound of the largest of N lengths (..., N) after changes whose squares sum up to whole^2.
+
+    Bringing the m longest rows down to L takes sum_j (row_j - L)^2 <= whole^2. Each m where L is below all of them
+    gives a bound.
+    """
+    longest = rows.sort(-1, descending=True).values
+    count = torch.arange(1, rows.shape[-1] + 1, device=rows.device).to(rows)
+    mean, square = longest.cumsum(-1) / count, longest.square().cumsum(-1) / count
+    left = mean.square() - square * (1 - 8 * U * (count - 1)) + whole.square().unsqueeze(-1) / count
+    level = mean - left.clamp_min(0).sqrt()
+    return torch.where((left >= 0) & (level <= longest), level, 0.0).amax(-1)
 
 
 def _apart(norms: Sequence[Tensor], off: Sequence[Tensor]) -> Tensor:

@@ -30,13 +30,13 @@ from torch import Tensor
 from zoo.arithmetic import U, at_least_near, gamma, nan_to_inf
 from zoo.attention.parts import CoreLeafForms
 from zoo.attention.projected_forms import Projection
+from zoo.attention.quotient import PAIRS, least_maximum
 from zoo.attention.theory.core import Core
 from zoo.bounds.contracts import QuadraticForm, SignedForm
 from zoo.bounds.elementwise import largest_share
 
 SHARE = 0.1  # of the core's form that is spent so that the effect of t may be added to it
 PAD = 1e-12  # relative: above the rounding of norms and of what follows from them
-PAIRS = ((0, 1), (0, 2), (1, 2))
 
 
 @dataclass(frozen=True)
@@ -252,20 +252,6 @@ class TemperedForms:
             factor * form.constant + constant,
             2 * most2 * (form.rounding + 8 * U * form.largest),
         )
-
-
-def least_maximum(rows: Tensor, whole: Tensor) -> Tensor:
-    """Return a lower bound of the largest of N lengths (..., N) after changes whose squares sum up to whole^2.
-
-    Bringing the m longest rows down to L takes sum_j (row_j - L)^2 <= whole^2. Each m where L is below all of them
-    gives a bound.
-    """
-    longest = rows.sort(-1, descending=True).values
-    count = torch.arange(1, rows.shape[-1] + 1, device=rows.device).to(rows)
-    mean, square = longest.cumsum(-1) / count, longest.square().cumsum(-1) / count
-    left = mean.square() - square * (1 - 8 * rows.shape[-1] * U) + whole.square().unsqueeze(-1) / count
-    level = mean - left.clamp_min(0).sqrt()
-    return torch.where((left >= 0) & (level <= longest), level, 0.0).amax(-1)
 
 
 def _products(x_B3H: Tensor) -> list[Tensor]:

@@ -108,10 +108,8 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
         u, off = projected_3BHNO.transpose(0, 1), 2 * U * max(map(abs, sizes_3))
         sized = u.new_tensor(sizes_3)[:, None, None, None]
         rows = BoundedForms(u, root, outer=lambda r: sized * r, outer_T=lambda g: sized * g, spread_rounding=off)
-        lines = first.heads_3H[..., None, None].expand(-1, -1, u.shape[3], 2)
-        forms = ProjectedForms(
-            rows, first.leaf, torch.cat([first.rows_3HO.unsqueeze(2).expand(-1, -1, u.shape[3], -1), lines], -1)
-        )
+        axes, lines = first.rows_3HO.unsqueeze(2), first.heads_3H[..., None, None].expand(-1, -1, -1, 2)
+        forms = ProjectedForms(rows, first.leaf, torch.cat([axes, lines], -1))
         return behind(first.leaf, own, forms), core
 
     def transform(projected_3BHNO: Tensor) -> QKVTransform:

@@ -21,7 +21,8 @@ from zoo.attention.gpsa import GPSA, mixing
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.projected_forms import ProjectedForms
 from zoo.attention.qkv import PLAIN, AttentionBounds
-from zoo.attention.quotient_forms import TemperedForms, least_maximum
+from zoo.attention.quotient import least_maximum
+from zoo.attention.quotient_forms import TemperedForms
 from zoo.attention.scsa import ScaledCosineAttention
 from zoo.bounds.contracts import Expansion, QuadraticForm
 
