@@ -279,10 +279,8 @@ class Ellipsoids(MeasuredMaps):
             return Rest(self.norm_of(at), None, None, torch.zeros_like(self.most_B))
         reach = self._reach(at, known)
         form = leaf.forms.of_rest(reach, 1 / self.joint.weights[at])
-        constant_B, norm_B = (form.constant + torch.zeros_like(form.largest))[0], torch.zeros_like(self.most_B)
-        if bool(form.largest.any()):
-            norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
-        return Rest(norm_B, reach, form, constant_B)
+        norm_B = self.seminorms({at: form}, f"rest {at}", [self.most_B[:, None]], self.budget.close)[0]
+        return Rest(norm_B, reach, form, (form.constant + torch.zeros_like(form.largest))[0])
 
     def _radius(self, at: int, total_B: Tensor, sizes: Sizes) -> Tensor:
         """Bound |H_i| (B,)."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ SMOOTH = ("standard", "smooth", "cls")  # parts whose hidden units have forms
 
 
 def analysis_of(parts: str, seed: int = 0, count: int = 3, norm: str = "l2") -> tuple[Image, ImageAnalysis]:
-    model = small_model(parts, seed)
+    return analysed(small_model(parts, seed), count, norm)
+
+
+def analysed(model: Any, count: int, norm: str) -> tuple[Image, ImageAnalysis]:
     certifier = Image(model, nonce="a nonce", norm=norm)
     ((_, found),) = certifier.analyse(*labelled(model, count, 1)).parts
     assert isinstance(found, ImageAnalysis)

@@ -121,8 +121,7 @@ class _Quotient:
         second_3BH = torch.stack([torch.zeros_like(u), *two[..., 1]])
         i, j = torch.tensor([0, 0, 1], device=u.device), torch.tensor([1, 2, 2], device=u.device)
         products = self.norms_3BH[i] * self.norms_3BH[j]
-        self.c_BH, self.active = products.max(0)
-        active = self.active
+        self.c_BH, active = products.max(0)
         self.c_BH = self.c_BH.clamp_min(SMALLEST_C)
         chosen = F.one_hot(active, 3).movedim(-1, 0).to(u)  # of the products
         self.partner_3BH = torch.stack(  # dc / d(u, v, w)
@@ -211,8 +210,11 @@ class _Quotient:
     def leaves(self, first: Projection, own: Expansion, core: Expansion) -> tuple[Expansion, ...]:
         """Return one leaf for projection, quotient and core."""
         assert isinstance(core.forms, CoreLeafForms)
-        norms = Norms.of(torch.stack(self.directions), self.largest, self.active)
-        forms = TemperedForms(core.forms, norms, 1 / self.c_BH, SMALLEST_C)
+        rows = F.one_hot(self.largest, self.q.shape[-2]).to(self.q)
+        largest = torch.stack([torch.ones_like(rows[0]), *rows], 1)
+        sizes, slopes = (one.movedim(0, 1) for one in (self.norms_3BH, self.partner_3BH))
+        norms = Norms(torch.stack(self.directions, 1), largest, sizes, slopes, self.c_BH)
+        forms = TemperedForms(core.forms, norms, SMALLEST_C)
         behind_both = ProjectedForms(forms, first.leaf, forms.sizes_behind(first))
         return (behind(first.leaf, behind(own, core), behind_both),)
 

@@ -246,8 +246,8 @@ def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansio
     return Expansion(
         y=core.mixed @ v,
         gain_B=found.gain,
-        beta=_unknown,
-        remainder=lambda g: _unknown,
+        beta=unknown,
+        remainder=lambda g: unknown,
         pull=pull,
         own_push=push,
         rounding_B=terms_rounding(core) * moduli.of_map(),
@@ -256,5 +256,6 @@ def core_leaf(core: Core, v: Tensor, inexact: Inexact | None = None) -> Expansio
     )
 
 
-def _unknown(r: Tensor) -> Tensor:
+def unknown(r: Tensor) -> Tensor:
+    """Return the bound of a leaf of which only forms are known."""
     return torch.where(r > 0, torch.inf, 0.0)

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from zoo.arithmetic import OUT, product
-from zoo.attention.parts import projection_leaf
-from zoo.bounds.contracts import Bound, Expansion, Forms, QuadraticForm, SignedForm
+from zoo.arithmetic import OUT
+from zoo.attention.parts import projection_leaf, unknown
+from zoo.bounds.contracts import Expansion, Forms, QuadraticForm, SignedForm
 from zoo.bounds.products import chained
 from zoo.spectral import sigma_upper
 
@@ -105,17 +105,12 @@ class ProjectedForms:
 
 
 def behind(first: Expansion, second: Expansion, forms: Forms | None = None) -> Expansion:
-    """Expand a map and what follows it as one leaf. Where both are nonlinear, R is known by these forms alone."""
-
-    def remainder(g: Tensor) -> Bound:
-        bound = second.remainder(g)
-        return lambda r: bound(product(first.gain_B, r))
-
+    """Expand a map and what follows it as one leaf, of which these forms are all that is known."""
     return Expansion(
         y=second.y,
         gain_B=first.gain_B * second.gain_B,
-        beta=lambda r: second.beta(product(first.gain_B, r)),
-        remainder=remainder,
+        beta=unknown,
+        remainder=lambda g: unknown,
         pull=lambda g: first.pull(second.pull(g)),
         own_push=lambda v: second.push(first.push(v)),
         rounding_B=chained((first, second)),

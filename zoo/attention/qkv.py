@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import gamma, product
 from zoo.attention.computed import errors_of, scores
-from zoo.attention.parts import core_leaf, merge_leaf
+from zoo.attention.parts import core_leaf, merge_leaf, unknown
 from zoo.attention.projected_forms import Projection
 from zoo.attention.rows import RoundedRows, projected
 from zoo.attention.softmax import QKVAttention
@@ -278,22 +278,14 @@ class AttentionBounds:
 
 
 def transform_leaf(transform: QKVTransform) -> Expansion:
-    """Expand what a variant does to its projections. Each of q, k and v gets the whole radius of all three."""
+    """Expand what a variant does to its projections; how far that leaves J is for the leaf around it to know."""
     ones_B = torch.ones_like(transform.y_3[0].flatten(1)[:, 0])
-
-    def length(r: QKVRadii) -> Tensor:
-        return torch.stack(r).square().sum(0).sqrt()
-
-    def remainder(g_CB3HNO: Tensor) -> Bound:
-        of_three = transform.remainder(g_CB3HNO.movedim(2, 0))
-        return lambda r: of_three(same(r))
-
-    gain_B = length(transform.first(same(ones_B)))
+    gain_B = torch.stack(transform.first(same(ones_B))).square().sum(0).sqrt()
     return Expansion(
         y=transform.y_3.transpose(0, 1),
         gain_B=gain_B,
-        beta=lambda r: length(transform.betas(same(r))),
-        remainder=remainder,
+        beta=unknown,
+        remainder=lambda g: unknown,
         pull=lambda g_CB3HNO: transform.pull(g_CB3HNO.movedim(2, 0)).movedim(0, 2),
         rounding_B=16 * gamma(transform.y_3[0, 0, 0].numel() + 64) * gain_B,
     )

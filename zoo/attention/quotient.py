@@ -64,10 +64,15 @@ class Quotient:
     def least(self, off: Sequence[Tensor]) -> Tensor:
         """Return a lower bound of c where Q, K and V change by at most `off`."""
         low = [least_maximum(rows, one) for rows, one in zip(self.lengths, off, strict=True)]
-        return torch.stack([low[i] * low[j] for i, j in PAIRS]).amax(0).clamp_min(self.smallest)
+        return largest_product(low).clamp_min(self.smallest)
 
     def _radii(self, r: Tensor) -> list[Tensor]:
         return [one.radius(r)[..., None, None] for one in self.rows]
+
+
+def largest_product(norms: Sequence[Tensor]) -> Tensor:
+    """Return the largest product of two of three norms."""
+    return torch.stack([norms[i] * norms[j] for i, j in PAIRS]).amax(0)
 
 
 def least_maximum(rows: Tensor, whole: Tensor) -> Tensor:

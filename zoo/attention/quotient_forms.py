@@ -19,18 +19,16 @@ with L the least of the largest row that a change of this length can leave. Proo
 Letters: B images, C gradients, H heads, N tokens, O width of a head; 3 stands for q, k, v and for u, v, w.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.arithmetic import U, at_least_near, gamma, nan_to_inf
 from zoo.attention.parts import CoreLeafForms
 from zoo.attention.projected_forms import Projection
-from zoo.attention.quotient import PAIRS, least_maximum
+from zoo.attention.quotient import largest_product, least_maximum
 from zoo.attention.theory.core import Core
 from zoo.bounds.contracts import QuadraticForm, SignedForm
 from zoo.bounds.elementwise import largest_share
@@ -41,39 +39,26 @@ PAD = 1e-12  # relative: above the rounding of norms and of what follows from th
 
 @dataclass(frozen=True)
 class Norms:
-    """The three norms of every head: their sizes (B, 3, H), and n_z (B, 3, H, N, O).
+    """The three norms of every head at the clean q^, k^, v^ (B, 3, H, N, O): sizes and dc / d(u, v, w), (B, 3, H) each.
 
-    `own` is 1 for the rows that they belong to, and `rows` are the lengths of all, (B, 3, H, N) each. `active` (B, H)
-    is the number of the pair with the largest product.
+    `own` (B, 3, H, N) is 1 for the rows that they belong to.
     """
 
-    size: Tensor
-    n: Tensor
+    projected: Tensor
     own: Tensor
-    rows: Tensor
-    active: Tensor
+    size: Tensor
+    slopes: Tensor
+    c_BH: Tensor
 
-    @staticmethod
-    def of(projected_3BHNO: Tensor, largest_2BH: Tensor, active: Tensor) -> "Norms":
-        """Return them, given the numbers of the largest rows of K and V."""
-        projected_B3HNO = projected_3BHNO.transpose(0, 1)
-        rows = F.one_hot(largest_2BH, projected_3BHNO.shape[-2]).to(projected_3BHNO)
-        own = torch.stack([torch.ones_like(rows[0]), *rows], 1)
-        largest = own.unsqueeze(-1) * projected_B3HNO
-        size = torch.linalg.vector_norm(largest, dim=(-2, -1))
-        n = largest / size.clamp_min(1e-300)[..., None, None]
-        return Norms(size, n, own, torch.linalg.vector_norm(projected_B3HNO, dim=-1), active)
+    @cached_property
+    def n(self) -> Tensor:
+        """The directions n_z (B, 3, H, N, O)."""
+        return self.own.unsqueeze(-1) * self.projected / self.size.clamp_min(1e-300)[..., None, None]
 
-    @property
-    def slopes(self) -> Tensor:
-        """The derivatives of c by u, v and w (B, 3, H)."""
-        return self.of_active([_partners(self.size, pair) for pair in PAIRS])
-
-    def of_active(self, of_pairs: Sequence[Tensor]) -> Tensor:
-        """Return what belongs to the pair with the largest product, of (B, ..., H) for each pair."""
-        stacked = torch.stack(list(of_pairs))
-        active = self.active.view(len(self.active), *(1,) * (stacked.ndim - 3), -1)
-        return stacked.gather(0, active.expand_as(stacked[0])[None])[0]
+    @cached_property
+    def rows(self) -> Tensor:
+        """The lengths of all rows (B, 3, H, N)."""
+        return torch.linalg.vector_norm(self.projected, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -96,8 +81,7 @@ class Moved:
         others = (norms.rows + whole.unsqueeze(-1)).masked_fill(norms.own > 0, 0.0).amax(-1)
         high = torch.maximum(torch.minimum(size + whole, torch.hypot(size + line, whole)), others) * (1 + PAD)
         low = torch.maximum((size - line).clamp_min(0), least_maximum(norms.rows, whole)) * (1 - PAD)
-        c = norms.of_active(_products(size))
-        least, most = (torch.stack(_products(bound)).amax(0) for bound in (low, high))
+        c, (least, most) = norms.c_BH, (largest_product(bound.unbind(1)) for bound in (low, high))
         factor = torch.maximum(c / least - 1, 1 - c / most)
         factor = torch.where(least > smallest * (1 + PAD), factor * (1 + PAD) + PAD, torch.inf)
         return Moved(factor, (norms.slopes * line).sum(1) / c * (1 + PAD), high[:, 1], whole)
@@ -113,7 +97,6 @@ class TemperedForms:
 
     inner: CoreLeafForms
     norms: Norms
-    scale_BH: Tensor  # 1 / c
     smallest: float
 
     @property
@@ -183,6 +166,11 @@ class TemperedForms:
         return self.inner.core.core
 
     @property
+    def scale_BH(self) -> Tensor:
+        """1 / c."""
+        return 1 / self.norms.c_BH
+
+    @property
     def _factors(self) -> Tensor:
         """1 / c for queries, 1 for keys and values: (B, 3, H, 1, 1)."""
         one = torch.ones_like(self.scale_BH)
@@ -196,8 +184,12 @@ class TemperedForms:
     @cached_property
     def _covariance(self) -> Tensor:
         """Cov(S, v) of every row (B, H, N, O)."""
-        core = self._core
-        return (core.p * core.turned(core.q, torch.zeros_like(core.k))) @ core.values
+        return (self._core.p * self._centred) @ self._core.values
+
+    @cached_property
+    def _centred(self) -> Tensor:
+        """S~, the scores less their mean under each row of P (B, H, N, N)."""
+        return self._core.turned(self._core.q, torch.zeros_like(self._core.k))
 
     def moved(self, reach: Tensor) -> Moved:
         """Bound what follows from lines and lengths; where a length has no bound of its own, coordinates bound it."""
@@ -229,19 +221,12 @@ class TemperedForms:
         factor, linear, longest = (one.unsqueeze(-1) for one in (moved.factor, moved.linear, moved.longest))
         q, root = core.q.norm(dim=-1), core.p.amax(-1).sqrt()
         by_q = core.s * longest * by_q * self.scale_BH.unsqueeze(-1)
-        own, most = self._scores
+        own, most = (core.p * self._centred.square()).sum(-1).sqrt(), self._centred.abs().amax(-1)
         scores, farthest = own + core.s * q * root * by_k + by_q, core.s * q * by_k + by_q
         inputs = spread + length * core.gain_H.abs()[:, None] * root * by_v
         steeper = (2 * (factor * most + (1 + factor) * farthest)).exp()
         more = (steeper * scores * inputs - own * spread).clamp_min(0)
         return nan_to_inf(factor * more + (factor + linear) * turned) * (1 + 1e-9)
-
-    @cached_property
-    def _scores(self) -> tuple[Tensor, Tensor]:
-        """sd(S) and max |S~| of every row (B, H, N)."""
-        core = self._core
-        centred = core.turned(core.q, torch.zeros_like(core.k))
-        return (core.p * centred.square()).sum(-1).sqrt(), centred.abs().amax(-1)
 
     def _scaled(self, form: QuadraticForm, constant: Tensor, factor: float = 1.0) -> QuadraticForm:
         """Return `factor` times the form for the unscaled change, with this constant added."""
@@ -252,14 +237,3 @@ class TemperedForms:
             factor * form.constant + constant,
             2 * most2 * (form.rounding + 8 * U * form.largest),
         )
-
-
-def _products(x_B3H: Tensor) -> list[Tensor]:
-    return [x_B3H[:, i] * x_B3H[:, j] for i, j in PAIRS]
-
-
-def _partners(x_B3H: Tensor, pair: tuple[int, int]) -> Tensor:
-    """Return what multiplies each factor of a product, 0 for the third."""
-    found, (i, j) = torch.zeros_like(x_B3H), pair
-    found[:, i], found[:, j] = x_B3H[:, j], x_B3H[:, i]
-    return found

@@ -6,8 +6,8 @@ import torch
 import zoo
 from certify.image.image import Image, ImageAnalysis
 from tests.tools.cases import mostly_slow
-from tests.tools.image_stages import beaten, formed_losses, stage_of
-from tests.tools.small_models import AVG, SMALL, labelled
+from tests.tools.image_stages import analysed, beaten, formed_losses, stage_of
+from tests.tools.small_models import AVG, SMALL
 
 OPTIONS = SMALL | AVG | {"norm": {"name": "layernorm", "eps": 1.0}, "mlp": "gelu", "block": "prenorm", "stem": (6,)}
 SIZES = {"ln": 0.2, "scsa": 0.5}  # of the weights
@@ -21,10 +21,7 @@ def analysis_of(attention: str, norm: str, seed: int) -> tuple[Image, ImageAnaly
         for p in model.parameters():
             if p.ndim > 1:
                 p.copy_(torch.randn_like(p) * SIZES[attention] * (1 + seed) * p.shape[-1] ** -0.5)
-    certifier = Image(model, nonce="a nonce", norm=norm)
-    ((_, found),) = certifier.analyse(*labelled(model, 4, 1)).parts
-    assert isinstance(found, ImageAnalysis)
-    return certifier, found
+    return analysed(model, 4, norm)
 
 
 @pytest.mark.parametrize(
