@@ -2,7 +2,7 @@
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before timm imports it)
 from zoo import export, handover, hinge, penalty, primitives, rules, spectral, weights
-from zoo.attention.softmax import without_content
+from zoo.attention.softmax.module import without_content
 from zoo.models import convert
 from zoo.models.factory import attention_name, create_model, input_size, list_models, model_options
 

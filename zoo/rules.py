@@ -12,8 +12,8 @@ rule_table.py.
 """
 
 from zoo.attention.lipschitz import global_layer
-from zoo.attention.qkv import Split, qkv_split
-from zoo.attention.softmax_rules import (
+from zoo.attention.softmax.qkv import Split, qkv_split
+from zoo.attention.softmax.rules import (
     AttentionRules,
     attention_rules,
     rules_by_split,

@@ -29,7 +29,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.module import QKVAttention
 from zoo.bounds.contracts import Bound
 from zoo.bounds.first_order import residual_layer_of
 from zoo.bounds.rule_table import NoRule

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from zoo.attention.softmax_rules import rules_by_split
-from zoo.attention.qkv import qkv_split
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.rules import rules_by_split
+from zoo.attention.softmax.qkv import qkv_split
+from zoo.attention.softmax.module import QKVAttention
 from zoo.bounds.rule_table import register
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
-from zoo.attention.parts import CoreLeafForms, core_leaf
+from zoo.attention.softmax.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.core import Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.theory.squares import QKV, applied

@@ -1,9 +1,9 @@
 """Attention variants: one file each, with its equation, module and rules.
 
 A file that defines `VARIANTS = {"name": class}` is found here automatically; nothing else needs an edit. Every class
-takes `(dim, num_heads, **own_options)` and maps x (B, N, D) -> (B, N, D), in train and in eval mode alike. `softmax.py`
-has what variants of the form softmax(score) V share; `window.py` and `gpsa.py` wrap such a variant. `theory/` proves
-how such attention responds to a change of its input, and `qkv.py` turns that into rules.
+takes `(dim, num_heads, **own_options)` and maps x (B, N, D) -> (B, N, D), in train and in eval mode alike. Variants
+of the form softmax(score) V share what is in `softmax/`; `window.py` and `gpsa.py` wrap such a variant. `theory/`
+proves how such attention responds to a change of its input.
 """
 
 import importlib

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.arithmetic import U
-from zoo.attention.softmax import check_heads
+from zoo.attention.softmax.module import check_heads
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounding
 from zoo.bounds.curvature import affine
 from zoo.bounds.first_order import added, layer_of

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from zoo.attention.local import expand_attention, lofast_local
 from zoo.attention.lofast import lofast
-from zoo.attention.qkv import PLAIN, Mixing, qkv_shapes, qkv_split
-from zoo.attention.softmax import QKVAttention
-from zoo.attention.softmax_rounding import plain_rounding
-from zoo.attention.softmax_rules import AttentionRules, attention_rules
+from zoo.attention.softmax.module import QKVAttention
+from zoo.attention.softmax.qkv import PLAIN, Mixing, qkv_shapes, qkv_split
+from zoo.attention.softmax.rounding import plain_rounding
+from zoo.attention.softmax.rules import AttentionRules, attention_rules
 from zoo.bounds.rule_table import register
 
 

@@ -1,4 +1,4 @@
-"""Gated positional self-attention of ConViT (d'Ascoli et al. 2021, eq. 6-7), around any variant of softmax.py.
+"""Gated positional self-attention of ConViT (d'Ascoli et al. 2021, eq. 6-7), around any variant of softmax/module.py.
 
     F(X) = merge( (1 - g) softmax(s q k^T) v + g R v ),   R = softmax(W_pos r),   g = sigmoid(gating) per head
 
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from certizoo import UserError
 from zoo.arithmetic import OUT, U
-from zoo.attention.qkv import Mixing, MixingError
-from zoo.attention.softmax import QKVAttention, SoftmaxAttention
-from zoo.attention.softmax_rounding import attention_rounding
-from zoo.attention.softmax_rules import AttentionRules, attention_rules, rules_with_mixing
+from zoo.attention.softmax.module import QKVAttention, SoftmaxAttention
+from zoo.attention.softmax.qkv import Mixing, MixingError
+from zoo.attention.softmax.rounding import attention_rounding
+from zoo.attention.softmax.rules import AttentionRules, attention_rules, rules_with_mixing
 from zoo.bounds.contracts import Precision, Rounding
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rounding import TINY

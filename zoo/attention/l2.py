@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from certizoo import UserError
 from zoo.arithmetic import OUT, gamma
 from zoo.attention.lipschitz import SMALLEST
-from zoo.attention.qkv import AttentionBounds, Split, least
-from zoo.attention.rows import RoundedRows, Rows, in_heads
-from zoo.attention.softmax import SoftmaxAttention, check_heads
-from zoo.attention.softmax_rules import softmax_rules
+from zoo.attention.softmax.module import SoftmaxAttention, check_heads
+from zoo.attention.softmax.qkv import AttentionBounds, Split, least
+from zoo.attention.softmax.rows import RoundedRows, Rows, in_heads
+from zoo.attention.softmax.rules import softmax_rules
 from zoo.attention.theory.core import Score
 from zoo.bounds.contracts import Bound, Layer, Precision, Rounded
 from zoo.bounds.hypotheses import Shapes, power_vectors

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.module import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.rule_table import expect
 from zoo.spectral import sigma_upper

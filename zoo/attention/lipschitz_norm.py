@@ -16,14 +16,14 @@ from torch import Tensor
 
 from zoo.arithmetic import nan_to_inf
 from zoo.attention.lipschitz import global_layer
-from zoo.attention.parts import CoreLeafForms
-from zoo.attention.projected_forms import ProjectedForms, Projection, behind
-from zoo.attention.qkv import QKVTransform, Split, qkv_split
-from zoo.attention.quotient import Quotient
-from zoo.attention.quotient_forms import Norms, TemperedForms
-from zoo.attention.rows import RoundedRows, projected
-from zoo.attention.softmax import QKVAttention
-from zoo.attention.softmax_rules import softmax_rules
+from zoo.attention.softmax.module import QKVAttention
+from zoo.attention.softmax.parts import CoreLeafForms
+from zoo.attention.softmax.projected_forms import ProjectedForms, Projection, behind
+from zoo.attention.softmax.qkv import QKVTransform, Split, qkv_split
+from zoo.attention.softmax.quotient import Quotient
+from zoo.attention.softmax.quotient_forms import Norms, TemperedForms
+from zoo.attention.softmax.rows import RoundedRows, projected
+from zoo.attention.softmax.rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Expansion, Layer, Precision
 from zoo.bounds.rule_table import NoRule, register

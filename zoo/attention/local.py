@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import nan_to_inf
-from zoo.attention.computed import errors_of
 from zoo.attention.lofast import SOFTMAX, zeta
-from zoo.attention.parts import core_leaf, join_heads, merge_leaf, projection_leaf, split_heads
-from zoo.attention.qkv import widened
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.computed import errors_of
+from zoo.attention.softmax.module import QKVAttention
+from zoo.attention.softmax.parts import core_leaf, join_heads, merge_leaf, projection_leaf, split_heads
+from zoo.attention.softmax.qkv import widened
 from zoo.attention.theory.core import QKVRadii
 from zoo.attention.theory.joint import Heads, JointCore, measure, same
 from zoo.attention.theory.score_errors import Inexact

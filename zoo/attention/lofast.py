@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import OUT, U, gamma
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.module import QKVAttention
 from zoo.bounds.contracts import Bound, Layer
 from zoo.bounds.first_order import added
 from zoo.bounds.rule_table import expect

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.qkv import Mixing, MixingError
-from zoo.attention.softmax import SoftmaxAttention
-from zoo.attention.softmax_rounding import attention_rounding
-from zoo.attention.softmax_rules import AttentionRules, attention_rules, rules_with_mixing
+from zoo.attention.softmax.module import SoftmaxAttention
+from zoo.attention.softmax.qkv import Mixing, MixingError
+from zoo.attention.softmax.rounding import attention_rounding
+from zoo.attention.softmax.rules import AttentionRules, attention_rules, rules_with_mixing
 from zoo.bounds.contracts import Precision, Rounding
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rule_table import NoRule, register

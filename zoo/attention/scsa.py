@@ -16,11 +16,11 @@ from torch import Tensor
 
 from zoo.arithmetic import U, nan_to_inf
 from zoo.attention.lipschitz import global_layer
-from zoo.attention.projected_forms import ProjectedForms, Projection, behind
-from zoo.attention.qkv import QKVTransform, Split, qkv_split
-from zoo.attention.rows import RoundedRows, Rows, normalised, projected
-from zoo.attention.softmax import QKVAttention
-from zoo.attention.softmax_rules import softmax_rules
+from zoo.attention.softmax.module import QKVAttention
+from zoo.attention.softmax.projected_forms import ProjectedForms, Projection, behind
+from zoo.attention.softmax.qkv import QKVTransform, Split, qkv_split
+from zoo.attention.softmax.rows import RoundedRows, Rows, normalised, projected
+from zoo.attention.softmax.rules import softmax_rules
 from zoo.attention.theory.core import QKVRadii
 from zoo.bounds.contracts import Bound, Expansion, Layer, Precision, Rounded
 from zoo.bounds.rule_table import NoRule, register

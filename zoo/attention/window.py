@@ -1,4 +1,4 @@
-"""Window attention of Swin (Liu et al. 2021, eq. 4), around any variant of softmax.py.
+"""Window attention of Swin (Liu et al. 2021, eq. 4), around any variant of softmax/module.py.
 
     F(X) = merge( softmax(s q k^T + T + M) v )        in every window of h x w tokens by itself
 
@@ -14,10 +14,10 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.qkv import AttentionBounds, Mixing, MixingError, least
-from zoo.attention.softmax import SoftmaxAttention
-from zoo.attention.softmax_rounding import attention_rounding
-from zoo.attention.softmax_rules import AttentionRules, rules_with_mixing
+from zoo.attention.softmax.module import SoftmaxAttention
+from zoo.attention.softmax.qkv import AttentionBounds, Mixing, MixingError, least
+from zoo.attention.softmax.rounding import attention_rounding
+from zoo.attention.softmax.rules import AttentionRules, rules_with_mixing
 from zoo.bounds.contracts import Layer
 from zoo.bounds.hypotheses import Shapes
 from zoo.bounds.rule_table import ModuleRules, register

@@ -11,8 +11,8 @@ Each field is a function of the module. The function in the last column looks it
     expansion              second order: the gain of its linearisation, and the remainder  curvature.py   expansion_of
     activation             for a scalar activation: its slopes and how they change         activations.py activation_of
     rounding               how far the served module is from the float64 one               rounding.py    roundings_of
-    split                  softmax attention: how queries, keys and values are made        zoo/attention/qkv.py
-    mixing                 softmax attention: rules with another mixing of the values      attention/softmax_rules.py
+    split                  softmax attention: how queries, keys and values are made        zoo/attention/softmax/qkv.py
+    mixing                 softmax attention: rules with another mixing of the values      attention/softmax/rules.py
     shapes                 shapes of its parameters and buffers that the proofs assume     hypotheses.py
 
 A module needs `rule` or `chain`, and `shapes` if it has parameters or buffers of its own. Every other field may be

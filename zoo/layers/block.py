@@ -21,7 +21,7 @@ class PreNormBlock(nn.Module):
 
     `residual()` makes a factor before each branch: a weighted residual, or the identity. With `first`, only the first
     tokens come out, (B, first, D), and the others serve as keys and values alone. A model that pools the class token
-    uses this in its last block; the attention must support it (zoo/attention/softmax.py).
+    uses this in its last block; the attention must support it (zoo/attention/softmax/module.py).
     """
 
     def __init__(

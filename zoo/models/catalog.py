@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 from zoo import attention as attention_files
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
 
 Options = dict[str, Any]
 

@@ -31,7 +31,7 @@ from certizoo import UserError
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
 from zoo.attention.window import WindowAttention
 from zoo.layers.block import PreNormBlock
 from zoo.layers.fold import folded

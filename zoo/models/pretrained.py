@@ -9,7 +9,7 @@ from torch import nn
 
 from certizoo import UserError
 from certizoo.nearest import nearest
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
 from zoo.models import convert
 from zoo.weights import fetch, files
 from zoo.weights.files import SUFFIXES, Weights

@@ -21,8 +21,8 @@ from timm.models.swin_transformer import PatchMerging, SwinTransformerBlock, Swi
 from torch import Tensor, nn
 
 from certizoo import UserError
-from zoo.attention.qkv import bounded, widened
-from zoo.attention.softmax_rounding import in_windows
+from zoo.attention.softmax.qkv import bounded, widened
+from zoo.attention.softmax.rounding import in_windows
 from zoo.attention.window import WindowAttention, masked, mixing, window_bounds
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.first_order import Step

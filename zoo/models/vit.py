@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from certizoo import UserError
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node, Precision, Rounded, Rounding
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.first_order import Step, layer_of

@@ -27,7 +27,7 @@ from tests.tools.ascent import ascend, margin_loss
 from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import SMOOTH, analysis_of, beaten, formed_losses, off_by, situation, stage_of
 from tests.tools.small_models import PARTS, labelled, small_model
-from zoo.attention.parts import CoreLeafForms
+from zoo.attention.softmax.parts import CoreLeafForms
 from zoo.bounds import lanczos
 from zoo.bounds.activations import Smooth
 from zoo.bounds.contracts import Activation, Expansion

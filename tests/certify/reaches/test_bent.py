@@ -21,7 +21,7 @@ from tests.tools.ascent import ascend
 from tests.tools.image_stages import dense
 from tests.tools.small_models import AVG, SMALL
 from tests.tools.taylor_stages import analysed, exact_losses, fall, stage_of, taylor_of
-from zoo.attention.parts import CoreLeafForms
+from zoo.attention.softmax.parts import CoreLeafForms
 from zoo.bounds.elementwise import UnitForms
 from zoo.bounds.tape import Vectors
 

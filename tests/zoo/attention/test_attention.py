@@ -21,7 +21,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.l2 import L2Attention, distance_bound
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
 from zoo.bounds.first_order import layer_of
 from zoo.bounds.rule_table import NoRule
 

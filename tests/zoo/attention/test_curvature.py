@@ -22,9 +22,9 @@ from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.local import heads_of
-from zoo.attention.parts import split_heads
 from zoo.attention.scsa import ScaledCosineAttention
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
+from zoo.attention.softmax.parts import split_heads
 from zoo.attention.theory.core import CoreRemainder, Forms
 from zoo.attention.theory.joint import JointCore, same
 from zoo.attention.theory.softmax_row import K2_MAX, SoftmaxRows, e1, e2, eigenvalue_upper, third_cumulant

@@ -19,7 +19,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import SMALLEST_C, _Quotient
-from zoo.attention.qkv import AttentionBounds
+from zoo.attention.softmax.qkv import AttentionBounds
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.separate import SeparateCore
 from zoo.attention.window import WindowAttention

@@ -20,14 +20,14 @@ from tests.tools.attention_cases import random_
 from tests.tools.attention_cores import SCORES, B, Case, H, N, W, X, case_of, share_of_gradient, share_of_rest
 from tests.tools.cases import mostly_slow
 from tests.tools.grid_models import IMAGES, plain
-from zoo.attention.computed import scores
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.l2 import L2Attention
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
-from zoo.attention.parts import core_leaf
-from zoo.attention.qkv import AttentionBounds
 from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.softmax.computed import scores
+from zoo.attention.softmax.parts import core_leaf
+from zoo.attention.softmax.qkv import AttentionBounds
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.score_errors import Errors, Inexact
 from zoo.attention.theory.separate import SeparateCore

@@ -20,7 +20,7 @@ from zoo.attention import variants
 from zoo.attention.conv_mixing import ConvMixing, _norm
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import FEW, GPSA
-from zoo.attention.softmax import SoftmaxAttention, without_content
+from zoo.attention.softmax.module import SoftmaxAttention, without_content
 from zoo.attention.window import WindowAttention
 from zoo.bounds.curvature import expansion_of
 from zoo.bounds.first_order import layer_of, residual_layer_of

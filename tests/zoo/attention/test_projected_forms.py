@@ -19,11 +19,11 @@ from tests.tools.attention_variants import D, H, N
 from tests.tools.cases import mostly_slow
 from zoo.attention.gpsa import GPSA, mixing
 from zoo.attention.lipschitz_norm import LipschitzNormAttention
-from zoo.attention.projected_forms import ProjectedForms
-from zoo.attention.qkv import PLAIN, AttentionBounds
-from zoo.attention.quotient import least_maximum
-from zoo.attention.quotient_forms import TemperedForms
 from zoo.attention.scsa import ScaledCosineAttention
+from zoo.attention.softmax.projected_forms import ProjectedForms
+from zoo.attention.softmax.qkv import PLAIN, AttentionBounds
+from zoo.attention.softmax.quotient import least_maximum
+from zoo.attention.softmax.quotient_forms import TemperedForms
 from zoo.bounds.contracts import Expansion, QuadraticForm
 
 B, K = 24, 5

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
-from zoo.attention.qkv import Mixing, MixingError
-from zoo.attention.rows import Rows
-from zoo.attention.softmax_rounding import Core, SquareSum
+from zoo.attention.softmax.qkv import Mixing, MixingError
+from zoo.attention.softmax.rounding import Core, SquareSum
+from zoo.attention.softmax.rows import Rows
 from zoo.attention.theory.core import Score
 from zoo.bounds.contracts import Rounded
 from zoo.bounds.rounding import PRECISIONS

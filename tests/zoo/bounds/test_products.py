@@ -17,7 +17,7 @@ from tests.tools.covered_models import COVERED, QUICK
 from tests.tools.curvature_cases import CASES, instances
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from zoo.arithmetic import OUT, U, broadcast_batch, gamma
-from zoo.attention.parts import CoreLeafForms, core_leaf
+from zoo.attention.softmax.parts import CoreLeafForms, core_leaf
 from zoo.attention.theory.separate import SeparateCore
 from zoo.bounds import torch_modules
 from zoo.bounds.activations import lipschitz

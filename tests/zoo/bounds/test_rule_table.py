@@ -22,7 +22,7 @@ from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
 from zoo.attention.lofast import lofast
 from zoo.attention.masked import MaskedAttention
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.module import QKVAttention
 from zoo.attention.window import WindowAttention
 from zoo.bounds import rule_table as table
 from zoo.layers.block import NormFirstBlock, PostNormBlock, PreNormBlock

@@ -23,7 +23,7 @@ from tests.tools.launching import ROOT, TINY, environment
 from zoo import export
 from zoo.__main__ import main
 from zoo.attention import variants
-from zoo.attention.softmax import SoftmaxAttention
+from zoo.attention.softmax.module import SoftmaxAttention
 from zoo.models import convert
 from zoo.models.catalog import VIT
 from zoo.models.overview import tiny_options

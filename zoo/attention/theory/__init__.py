@@ -8,6 +8,6 @@ joint.py           where all three are linear in the same tokens: dot-product at
 forms.py           the remainder in quadratic forms of the changes of q, k and v, while each entry of the scores stays
                    within its own reach (score_range.py); everywhere.py: forms that hold however far scores move;
                    squares.py: the sums of squares that forms are made of
-score_errors.py    the cost of computed q, k, v and probabilities (../computed.py: how far they are off)
+score_errors.py    the cost of computed q, k, v and probabilities (../softmax/computed.py: how far they are off)
 score_rounding.py  the rounding of the products of the core
 """

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from zoo.arithmetic import OUT
-from zoo.attention.parts import projection_leaf, unknown
+from zoo.attention.softmax.parts import projection_leaf, unknown
 from zoo.bounds.contracts import Expansion, Forms, QuadraticForm, SignedForm
 from zoo.bounds.products import chained
 from zoo.spectral import sigma_upper

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import OUT, product
-from zoo.attention.qkv import PLAIN, Mixing, MixingError, split_of
-from zoo.attention.rows import Rows
+from zoo.attention.softmax.qkv import PLAIN, Mixing, MixingError, split_of
+from zoo.attention.softmax.rows import Rows
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.bounds.contracts import Precision, Rounded, Rounding
 from zoo.bounds.primitives import linear_rounding

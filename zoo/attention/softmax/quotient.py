@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import OUT, U
-from zoo.attention.rows import Rows
+from zoo.attention.softmax.rows import Rows
 from zoo.bounds.contracts import Precision, Rounded
 from zoo.bounds.rounding import ROOT, TINY, in_range, size
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import OUT
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.module import QKVAttention
 from zoo.bounds.contracts import Bound, Precision, Rounded
 from zoo.bounds.primitives import matrix_product
 from zoo.bounds.rounding import ROOT, TINY, in_range, longest, size

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from zoo.arithmetic import gamma, product
-from zoo.attention.computed import errors_of, scores
-from zoo.attention.parts import core_leaf, merge_leaf, unknown
-from zoo.attention.projected_forms import Projection
-from zoo.attention.rows import RoundedRows, projected
-from zoo.attention.softmax import QKVAttention
+from zoo.attention.softmax.computed import errors_of, scores
+from zoo.attention.softmax.module import QKVAttention
+from zoo.attention.softmax.parts import core_leaf, merge_leaf, unknown
+from zoo.attention.softmax.projected_forms import Projection
+from zoo.attention.softmax.rows import RoundedRows, projected
 from zoo.attention.theory.core import QKVRadii, Score
 from zoo.attention.theory.joint import same
 from zoo.attention.theory.score_errors import Inexact

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.attention.qkv import AttentionBounds, Mixing, Split, bounded, least, qkv_shapes
-from zoo.attention.softmax_rounding import plain_rounding
+from zoo.attention.softmax.qkv import AttentionBounds, Mixing, Split, bounded, least, qkv_shapes
+from zoo.attention.softmax.rounding import plain_rounding
 from zoo.bounds.contracts import Expand, Layer
 from zoo.bounds.first_order import residual
 from zoo.bounds.hypotheses import Shapes

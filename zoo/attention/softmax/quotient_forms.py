@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from zoo.arithmetic import U, at_least_near, gamma, nan_to_inf
-from zoo.attention.parts import CoreLeafForms
-from zoo.attention.projected_forms import Projection
-from zoo.attention.quotient import largest_product, least_maximum
+from zoo.attention.softmax.parts import CoreLeafForms
+from zoo.attention.softmax.projected_forms import Projection
+from zoo.attention.softmax.quotient import largest_product, least_maximum
 from zoo.attention.theory.core import Core
 from zoo.bounds.contracts import QuadraticForm, SignedForm
 from zoo.bounds.elementwise import largest_share
