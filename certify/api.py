@@ -72,7 +72,7 @@ def named_certifier(
 ) -> tuple[str, Certifier]:
     """Return the certifier of `certifier`, and its name in METHODS."""
     if not isinstance(method, str) or method not in NAMES:
-        raise unknown("certification method", shown(method), NAMES)
+        raise unknown("certification method", method, NAMES)
     if nonce is not None and (not isinstance(nonce, str) or not nonce or not nonce.isprintable()):
         raise UserError(f"nonce={shown(nonce)} is not a string; pass one such as 'n1f3', or None to draw one")
     norm, given, shape = known(norm), cast(nn.Module | Model, model), None

@@ -77,7 +77,12 @@ def extremes(labels_B: Tensor) -> tuple[int, int]:
 
 
 def require_classes(least: int, largest: int, classes: int) -> None:
-    """Raise UserError unless labels between these are classes of the model."""
+    """Raise UserError unless labels between these are classes of the model, which has two or more."""
+    if classes < 2:
+        raise UserError(
+            "the model has a single logit, so that its class never changes; return one logit for each class, such as "
+            "(0, z) for yes or no"
+        )
     if least < 0 or largest >= classes:
         wrong = least if least < 0 else largest
         raise UserError(

@@ -44,9 +44,10 @@ def choices(wrong: str, known: Collection[str], listed: str | None = None) -> st
     return f"nearest: {', '.join(nearest(wrong, known))}" + (f" (all: {everything})" if everything else "")
 
 
-def unknown(kind: str, wrong: str, known: Collection[str], listed: str | None = None) -> UserError:
+def unknown(kind: str, wrong: object, known: Collection[str], listed: str | None = None) -> UserError:
     """Return the error for a name not in `known`: no model 'x'; nearest: a, b, c (all: python -m zoo)."""
-    return UserError(f"no {kind} {shown(wrong)}; {choices(wrong, known, listed)}")
+    name = wrong if isinstance(wrong, str) else shown(wrong)
+    return UserError(f"no {kind} {shown(wrong)}; {choices(name, known, listed)}")
 
 
 def _plain(name: str) -> str:

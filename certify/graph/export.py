@@ -4,13 +4,14 @@ The graph is functional (nothing is written in place), its shapes are those of B
 of the float64 model. A model whose code asks for the numbers of an image is refused with the line that asks.
 """
 
+import io
 import logging
 import operator
 import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, fx, nn
 from certizoo import UserError
 
 BATCH = 2  # images of the captured batch; one would hide which axis is the batch
+LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 # operations that compute nothing
 SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 
@@ -38,8 +40,7 @@ def captured_graph(model: nn.Module, shape: tuple[int, ...], batch: int = BATCH)
     device = next(model.parameters()).device
     images = torch.zeros(batch, *shape, dtype=torch.float64, device=device)
     try:
-        with warnings.catch_warnings(), torch.no_grad(), quiet(logging.getLogger("torch._subclasses.fake_tensor")):
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), quiet():
             program = torch.export.export(model, (images,)).run_decompositions({})
     except torch.OutOfMemoryError:
         raise
@@ -49,20 +50,30 @@ def captured_graph(model: nn.Module, shape: tuple[int, ...], batch: int = BATCH)
 
 
 @contextmanager
-def quiet(log: logging.Logger) -> Iterator[None]:
-    """Silence a logger: what torch logs of a failed capture is in the error."""
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+def quiet() -> Iterator[None]:
+    """Silence what torch warns of, logs and prints of a failed capture: it is in the error."""
+    logs = [logging.getLogger(name) for name in LOGS]
+    before = [log.disabled for log in logs]
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            for log in logs:
+                log.disabled = True
+            yield
+        finally:
+            for log, disabled in zip(logs, before, strict=True):
+                log.disabled = disabled
 
 
 def _graph(program: torch.export.ExportedProgram) -> Graph:
     signature, nodes = program.graph_signature, tuple(program.graph.nodes)
-    if len(signature.user_inputs) != 1 or len(signature.user_outputs) != 1 or signature.buffers_to_mutate:
-        raise UserError("the model takes or returns more than one tensor, or writes to a buffer; certify a module "
-                        "that maps images to logits and keeps no state in eval mode")  # fmt: skip
+    returned = program.call_spec.out_spec
+    if returned is not None and not returned.is_leaf():
+        raise UserError(f"the model returns a {returned.type.__name__}, not a tensor; certify a module that returns "
+                        "the logits alone, such as model(x).logits")  # fmt: skip
+    if signature.buffers_to_mutate:
+        raise UserError(f"the model writes to {', '.join(signature.buffers_to_mutate.values())}; certify a module that "
+                        "keeps no state in eval mode")  # fmt: skip
     held = {**program.state_dict, **program.constants}
     names = {
         **signature.inputs_to_parameters,
@@ -93,8 +104,9 @@ def _refusal(model: nn.Module, error: Exception) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the innermost line outside torch."""
+    """Return the innermost line outside torch that is in a file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    frames = [frame for frame in frames if not frame.filename.startswith("<")]
     own = [frame for frame in frames if "/certify/graph/" not in frame.filename] or frames
     return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else "an unknown line"
 

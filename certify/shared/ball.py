@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from certizoo.nearest import unknown
-from certizoo.text import shown
 from zoo.arithmetic import U, product
 
 L2, LINF = "l2", "linf"
@@ -27,7 +26,7 @@ NORMS = (L2, LINF)
 def known(norm: object) -> str:
     """Return the norm if it is supported. Raises UserError otherwise."""
     if not isinstance(norm, str) or norm not in NORMS:
-        raise unknown("norm of a certificate", shown(norm), NORMS)
+        raise unknown("norm of a certificate", norm, NORMS)
     return norm
 
 

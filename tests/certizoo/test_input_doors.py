@@ -108,6 +108,13 @@ def test_labels_that_are_no_classes_of_the_model_are_one_line(door: str, labels:
     assert "labels must lie in 0.." in refused(door, model, x, OTHER_CLASSES[labels](y))
 
 
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "corruption"])
+def test_a_model_with_a_single_logit_is_one_line(door: str) -> None:
+    _, x, y = call(door)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 1)).eval()
+    assert "single logit" in refused(door, model, x, torch.zeros_like(y))
+
+
 @pytest.mark.parametrize("door", mostly_slow(DOORS, *DOORS.keys() - {"explain()"}))
 def test_labels_of_every_integer_type_are_the_same(door: str) -> None:
     model, x, y = call(door)

@@ -10,6 +10,11 @@ from tests.tools.cases import mostly_slow
 KEYS = ["optimizer.lr", "optimizer.name", "train.epochs", "train.log_every", "name", "data.train"]
 
 
+def test_names_are_quoted_once_and_other_values_described() -> None:
+    assert str(unknown("norm", "l3", ["l2", "linf"])) == "no norm 'l3'; choose one of l2, linf"
+    assert str(unknown("norm", 2, ["l2", "linf"])) == "no norm 2; choose one of l2, linf"
+
+
 @pytest.mark.parametrize(
     ("wrong", "known", "first"),
     [

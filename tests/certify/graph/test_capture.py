@@ -423,6 +423,54 @@ class Counter(nn.Module):
         return self.fc(x.flatten(1)) * self.calls
 
 
+class Wrapped(nn.Module):
+    """A model that returns its logits in something else."""
+
+    def __init__(self, wrap: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.fc, self.wrap = nn.Linear(3 * SIZE**2, 4), wrap
+
+    def forward(self, x: Tensor) -> object:
+        return self.wrap(self.fc(x.flatten(1)))
+
+
+WRAPS: dict[str, Callable[[Tensor], object]] = {
+    "dict": lambda y: {"logits": y},
+    "tuple": lambda y: (y, y.relu()),
+    "list": lambda y: [y],
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_anything_but_a_tensor_of_logits_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"returns a {name}, .*model\(x\)\.logits"):
+        certify(Wrapped(WRAPS[name]).eval(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)
+
+
+class Tally(nn.Module):
+    """A model that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3 * SIZE**2, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.fc(x.flatten(1))
+
+
+def test_a_model_that_writes_to_a_buffer_is_refused() -> None:
+    with pytest.raises(UserError, match="writes to calls"):
+        certify(Tally().eval(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)
+
+
+def test_a_refusal_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="decides by the values"):
+        certify(Of(branch).eval(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_model_without_weights_is_refused() -> None:
     with pytest.raises(UserError, match="no parameters"):
         certify(nn.Flatten(), torch.rand(2, 3, SIZE, SIZE), torch.zeros(2).long(), 0.1)
