@@ -2,6 +2,7 @@
 
     F.scaled_dot_product_attention(q, k, v)      nn.MultiheadAttention      softmax(s q k^T) v
 
+Attention in windows is that of all tokens with a mask (windows.py).
 q, k and v have to be linear maps of the same tokens, token by token, and the heads as wide as the tokens together. That
 is read off the index of each: which row of which linear layer, of which token, every entry is.
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from certify.graph.export import BATCH
-from certify.graph.values import Node, Product, Unmapped, Value, step
+from certify.graph.values import Node, Product, Unmapped, Value, alike, step
+from certify.graph.windows import Windows
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.masked import MaskedAttention
 from zoo.primitives.diagonal import Diagonal
@@ -55,9 +57,11 @@ def attended(
         y = attended(q, k, v, mask, scale=scale)
         return Value(y.node, y.index.squeeze(1))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if len(q.shape) > 4 or q.shape[0] != BATCH:
+        return _in_windows(q, k, v, mask, scale)
     parts = [projection(value, what) for value, what in ((q, "queries"), (k, "keys"), (v, "values"))]
     source = parts[0].source
-    if any(part.source is not source for part in parts):
+    if not all(alike(part.source, source) for part in parts):
         raise Unmapped("attention whose queries, keys and values are projections of different tokens")
     heads, width, dim = parts[2].weight.shape
     if any(part.weight.shape != (heads, width, dim) for part in parts) or heads * width != dim:
@@ -75,6 +79,21 @@ def attended(
     node = step(masked, source, source.shape, "attention")
     rows = torch.arange(BATCH * node.numel).view(BATCH, source.shape[0], heads, width)
     return Value(node, rows.transpose(1, 2))
+
+
+def _in_windows(q: Value, k: Value, v: Value, mask: Tensor | None, scale: float) -> Value:
+    """Return attention of (..., heads, tokens, width) whose leading axes are the windows of all images."""
+    lead, shape = q.shape[:-3], q.shape[-3:]
+    if mask is not None:
+        mask = mask[(None,) * (len(q.shape) - mask.ndim)]
+        mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+    flat = [Value(x.node, x.index.flatten(0, -4)) for x in (q, k, v)]
+    windows = Windows.of(flat[0])
+    if not all(windows.same(Windows.of(x)) for x in flat[1:]):
+        raise Unmapped("attention whose queries, keys and values are projections of different tokens")
+    whole_q, whole_k, whole_v = map(windows.joined, flat)
+    y = windows.apart(attended(whole_q, whole_k, whole_v, windows.mask(mask), scale=scale))
+    return Value(y.node, y.index.view(*lead, *shape))
 
 
 def _mask(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -160,6 +179,16 @@ def product(x: Any, y: Any) -> Any:
     if isinstance(x, Value) and isinstance(y, Value):
         return Product(x, Value(y.node, y.index.transpose(-2, -1), y.constant))
     raise Unmapped("a product of two results of the image that is not attention")
+
+
+def regrouped(x: Product, shape: Any) -> Product:
+    """Return scores with other leading axes; those of queries and keys stay."""
+    found = torch.empty(x.shape, device="meta").reshape(shape).shape
+    if found[-2:] != x.shape[-2:]:
+        raise Unmapped("scores of attention whose queries or keys are arranged otherwise")
+    query, key = (Value(y.node, y.index.reshape(*found[:-2], *y.shape[-2:]), y.constant) for y in (x.query, x.key))
+    mask = None if x.mask is None else x.mask.expand(x.shape).reshape(found)
+    return replace(x, query=query, key=key, mask=mask)
 
 
 def softmax(x: Product, dim: int) -> Product:

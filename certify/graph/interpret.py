@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from certify.graph.attention import rescaled, shifted, without
+from certify.graph.attention import regrouped, rescaled, shifted, without
 from certify.graph.export import BATCH, SKIPPED, Graph, line_of, name_of, other_type, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
 from certify.graph.ordering import COMPARISONS, ORDERING, of_comparison
@@ -196,6 +196,8 @@ def _of_product(name: str, args: Any, kwargs: Any) -> Any:
     if name == "where" and isinstance(x, Tensor):
         a, b = rest
         return without(b, x, a) if isinstance(b, Product) else without(a, ~x, b)
+    if name in ("view", "reshape", "_unsafe_view") and isinstance(x, Product):
+        return regrouped(x, *rest)
     if name in ("matmul", "bmm", "softmax", "_softmax", "scaled_dot_product_attention"):
         return KNOWN[name](*args, **kwargs)
     if name in ("clone", "dropout", "alias", "contiguous", "detach") and True not in rest:

@@ -113,6 +113,9 @@ def scaled(x: Value, weight: Any, bias: Any, name: str) -> Value:
     shape = torch.broadcast_shapes(x.shape, weight.shape, bias.shape)
     if shape != x.shape:
         x = moved(torch.Tensor.expand, x, shape)
+    if x.constant is None and weight.numel() == 1 and not bool(bias.any()):  # whatever its layout
+        factor = Diagonal(weight.reshape(()), torch.zeros((), dtype=torch.float64))
+        return x.like(step(factor, x.node, x.node.shape, name))
     if not x.permutes():
         x = Value.of(materialised(x))
     return x.like(step(Diagonal(in_layout(weight, x), in_layout(bias, x)), x.node, x.node.shape, name))
@@ -376,6 +379,13 @@ def adaptive_avg_pool2d(x: Value, size: Any) -> Value:
     return avg_pool2d(x, kernel)
 
 
+def adaptive_avg_pool1d(x: Value, size: Any) -> Value:
+    """Return the means of an image that is one pixel high."""
+    side = size if isinstance(size, int) else size[0]
+    y: Value = moved(torch.squeeze, adaptive_avg_pool2d(moved(torch.unsqueeze, x, -2), (1, side)), -2)
+    return y
+
+
 def adaptive_max_pool2d(x: Value, size: Any) -> tuple[Value]:
     """Return maxima of windows of one size."""
     sides = _two(size)
@@ -507,6 +517,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(SAME, same),
     "pad": pad, "constant_pad_nd": pad, "cat": cat, "stack": stack,
     "zeros_like": lambda x, **_: torch.zeros(x.shape, dtype=torch.float64),
+    "new_zeros": lambda x, shape, **_: torch.zeros(shape, dtype=torch.float64),
     "ones_like": lambda x, **_: torch.ones(x.shape, dtype=torch.float64),
     "add": add, "sub": sub, "rsub": rsub, "mul": mul, "div": div, "neg": lambda x: scaled(x, -1, 0, "negate"),
     "pow": power, "square": lambda x: mul(x, x),
@@ -516,6 +527,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
     "instance_norm": instance_norm, "rms_norm": rms_norm,
     "mean": mean, "sum": total,
+    "adaptive_avg_pool1d": adaptive_avg_pool1d,
     "adaptive_avg_pool2d": adaptive_avg_pool2d, "_adaptive_avg_pool2d": adaptive_avg_pool2d,
     "adaptive_max_pool2d": adaptive_max_pool2d, "avg_pool2d": avg_pool2d, "max_pool2d": max_pool2d,
     "upsample_nearest2d": resampling.nearest,

@@ -158,6 +158,15 @@ def from_rows(node: Node, place: Tensor, leading: Shape) -> Value:
     return Value(node, (place[:, None] * width + torch.arange(width)).view(*leading, width))
 
 
+def alike(one: Node, other: Node) -> bool:
+    """Return whether two nodes are one step, or the same move of one node."""
+    if not isinstance(one.module, Move) or not isinstance(other.module, Move):
+        return one is other
+    pairs = [(getattr(one.module, name), getattr(other.module, name)) for name in ("index", "constant")]
+    same = one.inputs == other.inputs and one.shape == other.shape
+    return same and all(torch.equal(*pair) for pair in pairs)
+
+
 def step(module: nn.Module, source: Node, shape: Sequence[int], name: str) -> Node:
     """Return the node of a module on one input."""
     return Node(tuple(shape), (source,), module, name)

@@ -113,6 +113,15 @@ def vit_of_torchvision() -> nn.Module:
     )
 
 
+def swin_of_torchvision() -> nn.Module:
+    return torchvision.models.SwinTransformer([2, 2], 16, [2, 2], [2, 2], [4, 4], num_classes=10)
+
+
+def swin_of_timm() -> nn.Module:
+    sizes = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 2)}
+    return timm.create_model("swin_tiny_patch4_window7_224", **sizes)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "torchvision resnet18": lambda: torchvision.models.resnet18(num_classes=10),
     "torchvision vit": vit_of_torchvision,
@@ -121,6 +130,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "timm deit": lambda: timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, patch_size=8, depth=1),
     "timm convnext": lambda: timm.create_model("convnext_atto", depths=(1, 1, 1, 1)),
     "timm mixer": lambda: timm.models.MlpMixer(img_size=32, patch_size=8, num_blocks=1, embed_dim=16),
+    "timm swin": swin_of_timm,
+    "torchvision swin": swin_of_torchvision,
     "timm mobilenet": lambda: timm.create_model("mobilenetv2_035"),
 }
 

@@ -107,6 +107,84 @@ def test_attention_with_a_constant_mask_is_one_module(name: str) -> None:
     assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
 
 
+class Windowed(nn.Module):
+    """One block of attention in shifted windows of 2 x 2 of 4 x 4 tokens, in one of the ways in which people write it.
+
+    `attend` maps q, k, v (B * 4 windows, 2 heads, 4 tokens, 4), a bias (2, 4, 4), and a mask (4 windows, 4, 4).
+    """
+
+    bias: Tensor
+    mask: Tensor
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.attend = nn.Conv2d(3, 8, 2, 2), nn.LayerNorm(8, eps=0.1), attend
+        self.q, self.kv, self.out, self.head = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("bias", torch.randn(2, 4, 4))
+        self.register_buffer("mask", -9.0 * torch.randint(0, 2, (4, 4, 4)) * (1 - torch.eye(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).movedim(1, -1)
+        windows = self.norm(x).roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
+        windows = windows.transpose(2, 3).reshape(-1, 4, 8)
+        q = self.q(windows).unflatten(-1, (2, 4)).transpose(1, 2)
+        k, v = self.kv(windows).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        y = self.out(self.attend(q, k, v, self.bias, self.mask).transpose(1, 2).flatten(2))
+        y = y.view(-1, 2, 2, 2, 2, 8).transpose(2, 3).reshape(x.shape).roll((-1, -1), (1, 2))
+        return self.head((x + y).mean((1, 2)))
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    whole = bias + mask[None, :, None].expand(len(q) // 4, -1, -1, -1, -1).reshape(-1, 1, 4, 4)
+    return F.scaled_dot_product_attention(q, k, v, whole)
+
+
+def by_torch_with_five_axes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(0, (-1, 4)) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, bias + mask[:, None]).flatten(0, 1)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    scores = (q * 0.5) @ k.mT + bias
+    scores = scores.view(-1, 4, 2, 4, 4) + mask[:, None]
+    return scores.view(-1, 2, 4, 4).softmax(-1) @ v
+
+
+def without_a_mask(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+WINDOWS = (by_torch, by_torch_with_five_axes, by_hand, without_a_mask)
+
+
+@pytest.mark.parametrize("attend", mostly_slow(WINDOWS, by_hand, by_torch_with_five_axes))
+def test_attention_in_windows_is_one_module(attend: Callable[..., Tensor]) -> None:
+    model, x, y = settled(lambda: Windowed(attend))
+    exact = capture(prepared(model), tuple(x.shape[1:])).exact
+    assert exact is not None
+    assert MaskedAttention in {type(module) for module in exact.modules()}
+    radius_B = certified_radius(model, x, y, "adjoint", nonce="a")  # compares the logits
+    assert (radius_B > 0).all()
+    assert (ascend(margin_loss(model.double(), y), x.double(), radius_B, 20, 3) <= 0).all()
+
+
+def other_keys(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k.unflatten(0, (-1, 4)).flip(1).flatten(0, 1), v)
+
+
+def fewer_queries(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[:, :, :2], k, v).repeat(1, 1, 2, 1)
+
+
+def test_keys_of_other_windows_and_fewer_queries_are_refused() -> None:
+    refused = {"projections of different tokens": other_keys, "do not divide the tokens": fewer_queries}
+    for words, attend in refused.items():
+        model, x, y = settled(lambda attend=attend: Windowed(attend))  # type: ignore[misc]
+        with pytest.raises(UserError, match=words):
+            certify(model, x, y, 0.1)
+
+
 def test_a_mask_that_is_none_of_these_is_refused() -> None:
     refused = {
         "scores set to -9": lambda q, k, v, m: (q @ k.mT).masked_fill(m[0] == -torch.inf, -9.0).softmax(-1) @ v,
@@ -265,6 +343,13 @@ SPELLED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "bilinear": (lambda x: F.interpolate(x, size=(7, 6), mode="bilinear"), True),
     "bicubic": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bicubic", align_corners=True), True),
     "uneven average": (lambda x: F.adaptive_avg_pool2d(x, 3), True),
+    "average of tokens": (lambda x: F.adaptive_avg_pool1d(x.flatten(2), 1), True),
+    "average of rows": (lambda x: F.adaptive_avg_pool1d(x.flatten(1, 2), 2), True),
+    "new zeros": (lambda x: torch.cat([x, x.new_zeros(len(x), 1, *x.shape[2:])], 1), True),
+    "a factor of a part": (
+        lambda x: torch.cat([0.5 * x[:, :1], x[:, 1:].transpose(0, 1).mul(2).transpose(0, 1)], 1),
+        True,
+    ),
     "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x, 2), True),
     "circular": (lambda x: F.pad(x, (1, 1, 1, 1), "circular"), True),
     "softplus": (F.softplus, False),
@@ -449,6 +534,8 @@ def test_anything_but_a_tensor_of_logits_is_refused(name: str) -> None:
 
 class Tally(nn.Module):
     """A model that counts its calls in a buffer."""
+
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
