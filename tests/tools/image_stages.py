@@ -91,12 +91,14 @@ def formed_losses(stage: RadiusStage, e_B: Tensor) -> Tensor:
 
 
 def dense(joint: Joint, last: int) -> Vectors:
-    """Return M_i (B, x, n) of every leaf up to the last one, by pushing every unit vector."""
-    room, found = joint.room(last), Vectors()
-    eye = torch.eye(room, dtype=torch.float64)[:, None].expand(-1, len(joint.most_B), -1)
+    """Return M_i (B, x, n) of every leaf up to the last one, by pushing every unit vector.
+
+    Columns are those of u for the last leaf, in which sources of later leaves stand before the noise.
+    """
+    found = Vectors()
+    eye = torch.eye(joint.room(last), dtype=torch.float64)[:, None].expand(-1, len(joint.most_B), -1)
     joint.push(eye, partial(look, found), last)
-    n = {at: joint.room(at) for at in found}
-    return {at: m[..., : n[at]] for at, m in found.items()}
+    return found
 
 
 def look(seen: Vectors, at: int, v: Tensor) -> None:
@@ -105,12 +107,11 @@ def look(seen: Vectors, at: int, v: Tensor) -> None:
 
 
 def matrix(ellipsoids: Ellipsoids, form: QuadraticForm, at: int, maps: Vectors) -> Tensor:
-    """Return M^T C M (C, B, n, n) of a leaf, padded with zeros to the size of the last one."""
+    """Return M^T C M (C, B, n, n) of a leaf."""
     m = maps[at]
     columns = m.permute(2, 0, 1).unflatten(-1, entering(ellipsoids.tape.leaves[at])[1:])
     pulled = torch.stack([form.apply(column.expand(len(form.largest), *column.shape)) for column in columns])
-    found = torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)  # pulled: (n, C, B, *x)
-    return torch.nn.functional.pad(found, (0, maps[max(maps)].shape[-1] - m.shape[-1]) * 2)
+    return torch.einsum("ncbx,bxk->cbnk", pulled.flatten(3), m)  # pulled: (n, C, B, *x)
 
 
 def entering(leaf: Expansion) -> torch.Size:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zoo.bounds.float_error import CREATE, MOVE
 
+SCALES = {"log2", "ceil", "clamp", "clamp_min", "exp2"}  # choose a power of two, which float32 may be unable to hold
 UNITS = 2.0**29 * (1 + 1e-3)  # float64 units in one of float32; gamma_k is slightly more than proportional
 
 
@@ -24,12 +25,18 @@ class InFloat32(TorchDispatchMode):
     ) -> Any:
         name, options = func.overloadpacket.__name__, kwargs or {}
         floats = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.is_floating_point()]
-        if not floats or name in CREATE or name in MOVE or name == "copy_":
+        scaled = name in ("mul", "div") and any(_powers_of_two(x) for x in floats)
+        if not floats or scaled or name in CREATE or name in MOVE or name in SCALES or name == "copy_":
             return func(*args, **options)
         if name == "add_":
             return args[0].copy_(_cast(torch.add(*_cast(args, torch.float32), **options), torch.float64))
         assert not name.endswith("_"), f"{name} writes where it stands; say here what it does"
         return _cast(func(*_cast(args, torch.float32), **_cast(options, torch.float32)), torch.float64)
+
+
+def _powers_of_two(x: Tensor) -> bool:
+    """Return whether a product with these numbers is exact: those are powers of two (curvature.py)."""
+    return bool((x.frexp().mantissa == 0.5).all())
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -24,7 +24,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from zoo.arithmetic import U
+from zoo.arithmetic import U, broadcast_batch
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
 from zoo.bounds.first_order import added, layer_of, radii, trunk
 from zoo.bounds.hypotheses import expanded_in_range
@@ -115,15 +115,19 @@ def linear_part(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], 
     for any offset.
     """
     offset = f(torch.zeros_like(x[:1]))
-    size = math.log2(float(offset.abs().max()) + 1e-300) + ABOVE
+    largest = float(offset.abs().max())
+
+    def moved(v: Tensor) -> Tensor:
+        return (f(v.flatten(0, 1)) - offset).unflatten(0, v.shape[:2])
 
     def push(v: Tensor) -> Tensor:
         length_CB = v.flatten(2).abs().amax(-1).nan_to_num(1.0, 1.0)  # NaN and infinity stay unknown anyway
-        s_CB = (size - length_CB.clamp_min(1e-300).log2()).ceil().clamp(-500, 500).exp2()
-        pushed = f((s_CB.view(*s_CB.shape, *(1,) * (v.ndim - 2)) * v).flatten(0, 1)) - offset
-        return pushed.unflatten(0, v.shape[:2]) / s_CB.view(*s_CB.shape, *(1,) * (pushed.ndim - 1))
+        size_CB = math.log2(largest) + ABOVE - length_CB.clamp_min(1e-300).log2()
+        s_CB = size_CB.ceil().clamp(-500, 500).exp2()
+        pushed = moved(broadcast_batch(s_CB, v.shape[2:]) * v)
+        return pushed / broadcast_batch(s_CB, pushed.shape[2:])
 
-    return push
+    return push if largest else moved
 
 
 def composition(parts: Sequence[Node]) -> Expand:

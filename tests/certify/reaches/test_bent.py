@@ -189,8 +189,8 @@ def test_second_orders_are_those_of_dense_maps() -> None:
     (rival,) = Rival.of(stage.here, found, stage.here.rivals_BR[:, :1].mT)
     curved, joint, size = rival.curved.units, found.joint, analysis.images[0].numel()
     last, grams = max(units), dict.fromkeys(("together", "image", "leaf"), torch.zeros(()).double())
-    maps, room = dense(joint, max(hessians)), joint.room(max(hessians))
-    whole = torch.cat([nn.functional.pad(maps[at][0], (0, room - maps[at].shape[-1])) for at in hessians])
+    maps = dense(joint, max(hessians))
+    whole = torch.cat([maps[at][0] for at in hessians])
     values, vectors = torch.linalg.eigh(whole @ whole.mT)
     columns = (vectors * values.clamp_min(0).sqrt()).mT.split([len(maps[at][0]) for at in hessians], 1)
     entering = {at: found.tape.leaves[at].pull(found.tape.leaves[at].y[None])[0].shape[1:] for at in hessians}

@@ -226,7 +226,7 @@ def test_ascent_finds_no_larger_product_than_its_form(parts: str) -> None:
 def between(found: CloserEllipsoids, form: QuadraticForm, at: int, maps: Vectors, k: int) -> Tensor:
     """Return E Y of the units of leaf k, for the form C of leaf `at` alone."""
     columns, size = columns_of(found, maps, at), found.joint.images[0].numel()
-    part = found.joint.part(k, at).bool()
+    part = found.joint.part(k, max(maps)).bool()
     pulled = form.apply(columns[:size]).flatten(1)
     return columns[part].flatten(1) @ pulled.mT / found.joint.weights[k].flatten()[:, None]
 
@@ -273,7 +273,6 @@ def through_units(
     columns, rows = columns_of(found, maps, at), []
     for k in units:
         share = derivative(found, k, order) / (2 if order == 2 else 6) / found.joint.weights[k]
-        reached = columns[found.joint.part(k, at).bool()].flatten(1) if k < at else columns.new_zeros(share.numel(), 1)
-        rows.append((reached * share.flatten()[:, None]).expand(-1, columns[0].numel()))
+        rows.append(columns[found.joint.part(k, max(maps)).bool()].flatten(1) * share.flatten()[:, None])
     moved = torch.cat(rows)
     return moved @ forms[at].apply(moved.unflatten(-1, columns.shape[2:])[:, None]).flatten(1).mT
