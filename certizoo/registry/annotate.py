@@ -31,7 +31,7 @@ def annotate(
     with store.one_line(target):
         client = store.connect(target)
         for key, value in tags.items():
-            client.set_model_version_tag(version.name, version.version, key, value)
+            store.put(client.set_model_version_tag, version.name, version.version, key, value)
         registered = client.get_model_version(version.name, version.version)
         if registered.run_id and metrics:
             points = [Point(name, value, run_folder.now(), 0) for name, value in metrics.items()]

@@ -73,7 +73,7 @@ def promote(reference: str, alias: str, uri: str | None = None, *, force: bool =
         if alias in own:
             _promote_champion(client, version, force)
         else:
-            client.set_registered_model_alias(version.name, alias, version.version)
+            store.put(client.set_registered_model_alias, version.name, alias, version.version)
     return find(version.uri, target)
 
 

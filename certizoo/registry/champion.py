@@ -79,10 +79,10 @@ def promote(client: "MlflowClient", name: str, version: str) -> None:
     board = Board.read(client, name, version, every=True)
     by = RULE if board.by_rule(version) == version else HAND
     for other in board.by_hand():
-        client.set_model_version_tag(name, other, BY, RULE)
-    client.set_model_version_tag(name, version, BY, by)
+        store.put(client.set_model_version_tag, name, other, BY, RULE)
+    store.put(client.set_model_version_tag, name, version, BY, by)
     for alias in (CHAMPION, board.alias):
-        client.set_registered_model_alias(name, alias, version)
+        store.put(client.set_registered_model_alias, name, alias, version)
 
 
 def against_rule(client: "MlflowClient", name: str, version: str) -> str:
@@ -207,11 +207,12 @@ def _count(text: str | None) -> int:
 def _give(client: "MlflowClient", board: Board, winner: str) -> None:
     """Set the dataset's alias, and `champion` unless a version of another dataset holds that by hand."""
     by = HAND if board.tags[winner].get(BY) == HAND else RULE
-    client.set_model_version_tag(board.name, winner, BY, by)
+    store.put(client.set_model_version_tag, board.name, winner, BY, by)
     elsewhere = board.overall.get("dataset") != board.tags[winner].get("dataset")
     if not (elsewhere and board.overall.get(BY) == HAND):
-        client.set_registered_model_alias(board.name, CHAMPION, winner)
-    client.set_registered_model_alias(board.name, board.alias, winner)  # last: its holder then has every alias
+        store.put(client.set_registered_model_alias, board.name, CHAMPION, winner)
+    # last: its holder then has every alias
+    store.put(client.set_registered_model_alias, board.name, board.alias, winner)
 
 
 def _search(client: "MlflowClient", name: str, *more: str, equal: Tags = MappingProxyType({})) -> dict[str, Tags]:

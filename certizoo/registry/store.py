@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ REFUSALS = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST",
 
 FOREIGN_NAME = "Invalid Host header"  # MLflow's answer to a request under a host name that it was not told
 PLAIN = re.compile(r"[\w./:+-]{1,200}", re.ASCII)
+RACED = re.compile("UniqueViolation|UNIQUE constraint failed|Duplicate entry")  # PostgreSQL, SQLite, MySQL
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -201,6 +202,21 @@ def found(look_up: Any, *key: str) -> Any:
         if not is_refusal(error):
             raise
         return None
+
+
+def put(setter: Callable[..., None], *entry: str) -> None:
+    """Call a setter of the client, once more where another process made the same entry at the same moment.
+
+    MLflow looks for the entry and then inserts it, which one of two writers cannot do; the second call finds it.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        setter(*entry)
+    except MlflowException as error:
+        if not RACED.search(str(error)):
+            raise
+        setter(*entry)
 
 
 def query(name: str | None = None, equal: Mapping[str, str] = MappingProxyType({}), *more: str) -> str:

@@ -209,6 +209,31 @@ def test_it_is_the_best_though_two_processes_crown_at_once() -> None:
     assert client.aliases == {"champion": "2", "champion-d": "2"}
 
 
+RACES = {
+    "PostgreSQL": ('(psycopg.errors.UniqueViolation) duplicate key value violates "model_version_tag_pk"', 2),
+    "SQLite": ("(sqlite3.IntegrityError) UNIQUE constraint failed: registered_model_aliases.alias", 2),
+    "another fault": ("no such version", 1),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_an_entry_that_another_process_has_just_made_is_set_again(name: str) -> None:
+    said, times = RACES[name]
+    calls = []
+
+    def setter(*entry: str) -> None:
+        calls.append(entry)
+        if len(calls) == 1:
+            raise MlflowException(said)
+
+    if times == 2:
+        store.put(setter, "vit", "1", "key", "value")
+    else:
+        with pytest.raises(MlflowException, match=said):
+            store.put(setter, "vit", "1", "key", "value")
+    assert calls == [("vit", "1", "key", "value")] * times
+
+
 def test_of_two_equals_the_first_registered_takes_the_alias() -> None:
     """Both register before either takes the alias, which a worse version holds; the later one is faster."""
     client = Racing({"1": 0.3, "2": 0.6, "3": 0.6})
