@@ -51,6 +51,8 @@ def attended(
         raise Unmapped("attention with dropout or grouped queries")
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2]).tril().bool()
+    if mask is not None:
+        mask = _added(mask)
     if len(q.shape) == 3:  # one head
         q, k, v = (Value(x.node, x.index.unsqueeze(1), x.constant) for x in (q, k, v))
         mask = mask.unsqueeze(-3) if isinstance(mask, Tensor) and mask.ndim > 1 else mask
@@ -96,13 +98,19 @@ def _in_windows(q: Value, k: Value, v: Value, mask: Tensor | None, scale: float)
     return Value(y.node, y.index.view(*lead, *shape))
 
 
+def _added(mask: Tensor) -> Tensor:
+    """Return the numbers that a mask adds to scores; a boolean says which keys to keep."""
+    given = mask.detach().cpu()
+    if given.dtype is torch.bool:
+        return torch.zeros(given.shape).double().masked_fill(~given, -torch.inf)
+    return given.double()
+
+
 def _mask(mask: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     """Return what is added to the scores, (1 or heads, tokens, tokens); None if nothing is."""
     if mask is None:
         return None
-    if mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask.cpu(), -torch.inf)
-    whole = mask.detach().double().cpu().expand(shape)
+    whole = mask.expand(shape)
     if not bool((whole == whole[:1]).all()):
         raise Unmapped("attention with a mask that differs from image to image")
     if not bool((whole != -torch.inf).any(-1).all()) or bool((whole.isnan() | (whole == torch.inf)).any()):
@@ -216,4 +224,4 @@ def without(x: Product, left_out: Tensor, value: Any) -> Product:
     """Return scores that are -inf where `left_out` says so."""
     if float(value) != -torch.inf:
         raise Unmapped(f"attention with scores set to {float(value):g}; use -inf, which leaves a key out")
-    return shifted(x, torch.zeros(left_out.shape).double().masked_fill(left_out.cpu(), -torch.inf))
+    return shifted(x, _added(~left_out))

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from certizoo import UserError
 
 BATCH = 2  # images of the captured batch; one would hide which axis is the batch
+# loggers that repeat a refusal
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 # operations that compute nothing
 SKIPPED = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")

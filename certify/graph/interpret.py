@@ -17,11 +17,12 @@ from certify.graph.attention import regrouped, rescaled, shifted, without
 from certify.graph.export import BATCH, SKIPPED, Graph, line_of, name_of, other_type, path_of
 from certify.graph.operations import MOVES, OPERATIONS, moved
 from certify.graph.ordering import COMPARISONS, ORDERING, of_comparison
+from certify.graph.pooling import POOLING
 from certify.graph.rowwise import ROWWISE, Lengths, of_lengths
 from certify.graph.values import Comparison, LogProbabilities, Node, Product, Unmapped, Value, materialised, step
 from zoo.bounds.rule_table import NOTHING, NoRule, refuse_altered, refuse_unknown, rules_of
 
-KNOWN = OPERATIONS | ROWWISE | ORDERING
+KNOWN = OPERATIONS | POOLING | ROWWISE | ORDERING
 OF_AN_IMAGE = Value | Product | Lengths | LogProbabilities | Comparison
 NO_RULE = "this operation has no rule"
 ALIKE = 1e-9  # a module and its part of the graph, in float64

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from certify.graph import resampling
 from certify.graph.attention import attended, merged_projection, product
 from certify.graph.export import BATCH
 from certify.graph.values import (
@@ -36,7 +35,6 @@ from zoo.layers.norms import SmoothProject
 from zoo.primitives.activations import Abs
 from zoo.primitives.diagonal import Diagonal
 from zoo.primitives.jumps import NO_JUMP, SoftplusJump
-from zoo.primitives.pooling import Mean, WindowMax
 
 # moves ----------------------------------------------------------------------------------------------------------------
 
@@ -242,11 +240,11 @@ def conv2d(
         raise Unmapped("a convolution with weights that depend on the image")
     out, part, *kernel = weight.shape
     if isinstance(padding, str):
-        padding = [d * (k - 1) for d, k in zip(_two(dilation), kernel, strict=True)] if padding == "same" else [0, 0]
+        padding = [d * (k - 1) for d, k in zip(two(dilation), kernel, strict=True)] if padding == "same" else [0, 0]
         if any(p % 2 for p in padding):
             raise Unmapped("padding='same' that is not the same on both sides")
         padding = [p // 2 for p in padding]
-    size, stride, padding, dilation = (_two(option) for option in (kernel, stride, padding, dilation))
+    size, stride, padding, dilation = (two(option) for option in (kernel, stride, padding, dilation))
     module: nn.Conv2d
     if stride == (1, 1) and padding == (0, 0) and _is_around(x, size, dilation):
         source = x.node
@@ -281,7 +279,7 @@ def conv_transpose2d(
     dilation: Any = 1,
 ) -> Value:
     """Return the convolution with the turned kernel of the image, spread with zeros between its pixels."""
-    (s_y, s_x), more, d = _two(stride), _two(output_padding), _two(dilation)
+    (s_y, s_x), more, d = two(stride), two(output_padding), two(dilation)
     *left, height, width = x.shape
     index = torch.full((*left, (height - 1) * s_y + 1, (width - 1) * s_x + 1), -1)
     constant = torch.zeros(index.shape, dtype=torch.float64)
@@ -290,11 +288,11 @@ def conv_transpose2d(
         constant[..., ::s_y, ::s_x] = x.constant
     wide = Value(x.node, index, constant if bool((index < 0).any()) else None)
     turned = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
-    y, x_ = (d_k * (k - 1) - p for d_k, k, p in zip(d, weight.shape[2:], _two(padding), strict=True))
+    y, x_ = (d_k * (k - 1) - p for d_k, k, p in zip(d, weight.shape[2:], two(padding), strict=True))
     return conv2d(pad(wide, (x_, x_ + more[1], y, y + more[0])), turned, bias, 1, 0, d, groups)
 
 
-def _two(value: Any) -> tuple[int, int]:
+def two(value: Any) -> tuple[int, int]:
     given = (value,) if isinstance(value, int) else tuple(value)
     return (given[0], given[0]) if len(given) == 1 else (given[0], given[1])
 
@@ -348,105 +346,7 @@ def rms_norm(x: Value, shape: Sequence[int], weight: Any = None, eps: float | No
     return scaled(moved(torch.reshape, y, x.shape), factor, 0, "channels")
 
 
-# pooling --------------------------------------------------------------------------------------------------------------
-
-
-def mean(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
-    axes = sorted(axis % len(x.shape) for axis in ((dims,) if isinstance(dims, int) else dims))
-    if not axes or axes[0] == 0:
-        raise Unmapped("a mean over the images of a batch")
-    source = materialised(x)
-    shape = tuple(side for axis, side in enumerate(x.shape) if axis and axis not in axes)
-    y = Value.of(step(Mean(tuple(axes)), source, shape, "mean"))
-    for axis in axes if keepdim else ():
-        y = moved(torch.unsqueeze, y, axis)
-    return y
-
-
-def total(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
-    axes = (dims,) if isinstance(dims, int) else dims
-    count = torch.Size(x.shape[axis] for axis in axes).numel()
-    return scaled(mean(x, dims, keepdim), count, 0, "count")
-
-
-def adaptive_avg_pool2d(x: Value, size: Any) -> Value:
-    sides = [own if side is None else side for own, side in zip(x.shape[2:], _two(size), strict=True)]
-    if sides == [1, 1]:
-        return mean(x, (2, 3), keepdim=True)
-    kernel = [own // side for own, side in zip(x.shape[2:], sides, strict=True)]
-    if any(k * side != own for k, side, own in zip(kernel, sides, x.shape[2:], strict=True)):
-        return _between(x, *resampling.adaptive(x, sides))
-    return avg_pool2d(x, kernel)
-
-
-def adaptive_avg_pool1d(x: Value, size: Any) -> Value:
-    """Return the means of an image that is one pixel high."""
-    side = size if isinstance(size, int) else size[0]
-    y: Value = moved(torch.squeeze, adaptive_avg_pool2d(moved(torch.unsqueeze, x, -2), (1, side)), -2)
-    return y
-
-
-def adaptive_max_pool2d(x: Value, size: Any) -> tuple[Value]:
-    """Return maxima of windows of one size."""
-    sides = _two(size)
-    kernel = tuple(own // side for own, side in zip(x.shape[2:], sides, strict=True))
-    if any(k * side != own for k, side, own in zip(kernel, sides, x.shape[2:], strict=True)):
-        raise Unmapped("adaptive pooling by maxima whose windows differ in size")
-    return (max_pool2d(x, kernel),)
-
-
-def _between(x: Value, rows: Tensor, columns: Tensor) -> Value:
-    """Return rows x columns^T, for every channel."""
-    found: Value = matmul(rows, linear(x, columns))
-    return found
-
-
-def avg_pool2d(
-    x: Value,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    ceil: bool = False,
-    count: bool = True,
-    divisor: Any = None,
-) -> Value:
-    module = nn.AvgPool2d(_two(kernel), _two(stride) if stride else None, _two(padding), ceil, count, divisor)
-    source = materialised(x)
-    shape = module(torch.zeros(1, *source.shape)).shape[1:]
-    return Value.of(step(module, source, shape, "avg_pool"))
-
-
-def max_pool2d(
-    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
-) -> Value:
-    """Return maxima of windows: copies of entries, then `WindowMax`. A place outside repeats one of its window."""
-    source = materialised(x)
-    channels, height, width = source.shape
-    grid = torch.arange(source.numel).view(1, channels, height, width)
-    k, s, p, d = _two(kernel), _two(stride or kernel), _two(padding), _two(dilation)
-    out = F.max_pool2d(grid.double(), k, s, p, d, ceil).shape[2:]
-    rows, columns = (_offsets(n, *rest) for n, *rest in zip(out, k, s, p, d, (height, width), strict=True))
-    at = (rows[:, None, :, None] * width + columns[None, :, None, :]).flatten(2)  # (Y, X, K)
-    index = (torch.arange(channels)[:, None, None, None] * height * width + at).expand(channels, *at.shape)
-    whole = torch.arange(BATCH).view(-1, 1, 1, 1, 1) * source.numel + index
-    return window_max(Value(source, whole), "max_pool")
-
-
-def _offsets(outputs: int, kernel: int, stride: int, padding: int, dilation: int, side: int) -> Tensor:
-    """Return the places (outputs, kernel) along one axis; places inside stand in, in turn, for those outside."""
-    places = torch.arange(outputs)[:, None] * stride - padding + torch.arange(kernel) * dilation
-    for row in places:
-        inside = row[(row >= 0) & (row < side)]
-        if not len(inside):
-            raise Unmapped("a window outside the image")
-        outside = (row < 0) | (row >= side)
-        row[outside] = inside[torch.arange(int(outside.sum())) % len(inside)]
-    return places
-
-
-def window_max(x: Value, name: str = "max") -> Value:
-    source = materialised(x)
-    return Value.of(step(WindowMax(), source, source.shape[:-1], name))
+# the end --------------------------------------------------------------------------------------------------------------
 
 
 def log_softmax(x: Value, dim: int, *_: Any) -> LogProbabilities:
@@ -526,13 +426,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attended,
     "_native_batch_norm_legit_no_training": batch_norm, "layer_norm": layer_norm, "group_norm": group_norm,
     "instance_norm": instance_norm, "rms_norm": rms_norm,
-    "mean": mean, "sum": total,
-    "adaptive_avg_pool1d": adaptive_avg_pool1d,
-    "adaptive_avg_pool2d": adaptive_avg_pool2d, "_adaptive_avg_pool2d": adaptive_avg_pool2d,
-    "adaptive_max_pool2d": adaptive_max_pool2d, "avg_pool2d": avg_pool2d, "max_pool2d": max_pool2d,
-    "upsample_nearest2d": resampling.nearest,
-    "upsample_bilinear2d": lambda x, *options: _between(x, *resampling.bilinear(x, *options)),
-    "upsample_bicubic2d": lambda x, *options: _between(x, *resampling.bicubic(x, *options)),
     "log_softmax": log_softmax, "_log_softmax": log_softmax,
     "abs": _activation(Abs), "glu": glu, "log_sigmoid": log_sigmoid,
     "relu": _activation(nn.ReLU), "gelu": gelu, "silu": _activation(nn.SiLU), "sigmoid": _activation(nn.Sigmoid),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certify.graph.operations import moved, scaled, stack, window_max
+from certify.graph.operations import moved, scaled, stack
+from certify.graph.pooling import window_max
 from certify.graph.rowwise import along
 from certify.graph.values import Comparison, Unmapped, Value
 from zoo.primitives.sorting import Sorted

@@ -52,12 +52,10 @@ class Windows:
         return Value(value.node, value.index.transpose(1, 2)[self.image, self.tokens].transpose(1, 2))
 
     def mask(self, mask: Tensor | None) -> Tensor:
-        """Return M (BATCH, 1 or H, N, N) for the mask of windows (G, 1 or H, K, K): numbers, or which keys to keep."""
+        """Return M (BATCH, 1 or H, N, N) for the mask of windows (G, 1 or H, 1 or K, 1 or K)."""
         windows, tokens = self.tokens.shape
-        given = torch.zeros(windows, 1, tokens, tokens) if mask is None else mask.detach().cpu()
-        if given.dtype is torch.bool:
-            given = torch.zeros(given.shape).masked_fill(~given, -torch.inf)
-        given = given.double().expand(windows, given.shape[1], tokens, tokens)
+        given = torch.zeros(windows, 1, 1, 1).double() if mask is None else mask
+        given = given.expand(windows, given.shape[1], tokens, tokens)
         many = self.tokens.numel() // BATCH
         whole = torch.full((BATCH, many, many, given.shape[1]), -torch.inf, dtype=torch.float64)
         whole[self.image[:, :, None], self.tokens[:, :, None], self.tokens[:, None]] = given.permute(0, 2, 3, 1)

@@ -18,6 +18,7 @@ from tests.tools.cases import mostly_slow
 from tests.tools.image_stages import analysis_of, dense, stage_of
 from tests.tools.in_float32 import UNITS, InFloat32, in_float32, rounded_by
 from tests.tools.small_models import PARTS, labelled, small_model
+from zoo.arithmetic import nan_to_inf
 from zoo.bounds.tape import Vectors
 
 E, MANY = 0.05, 6
@@ -72,7 +73,7 @@ def pushed_off(joint: Joint, rounding: Rounding) -> float:
             off_BXC = (found[at] - exact[at]).flatten(2).permute(1, 2, 0)
             moved_BNC = least_solution(maps[at], off_BXC)
             share = moved_BNC.norm(dim=1).mT / (UNITS * rounding.share(at) / 2 * u.norm(dim=-1))
-            most = max(most, float(share.nan_to_num(torch.inf).max()))
+            most = max(most, float(nan_to_inf(share).max()))
     return most
 
 
@@ -111,7 +112,7 @@ def test_a_pull_is_off_by_a_share_of_what_arrives(parts: str) -> None:
             v = in_float32(one)
             exact, off = joint.pull({last: v}, last), rounded_by(partial(pulled, joint, last), v)
             share = off.norm(dim=-1) / (exact.norm(dim=-1) * UNITS * ellipsoids.rounding.share(last) / 2)
-            most = max(most, float(share.nan_to_num(torch.inf).max()))
+            most = max(most, float(nan_to_inf(share).max()))
     assert 1e-7 < most <= 1
 
 
@@ -131,7 +132,7 @@ def test_products_are_off_by_what_norms_are_told(parts: str) -> None:
     told = UNITS * (rounding.share(margins.last) * margins.norm.square() + own)
     for u in some(joint, margins.last):
         off = rounded_by(gram, u).norm(dim=-1)
-        most = max(most, float((off / (told * u.norm(dim=-1))).nan_to_num(torch.inf).max()))
+        most = max(most, float(nan_to_inf(off / (told * u.norm(dim=-1))).max()))
     assert 0 < most <= 1
     shift = rounding.shift(forms)
     assert (own <= rounding.left(margins.last) * shift * (1 + 1e-9)).all()
