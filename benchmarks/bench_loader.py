@@ -35,8 +35,8 @@ from certizoo import shards
 from certizoo.memory import keep_freed_memory
 from certizoo.shards import DataConfig, ShardSet
 from certizoo.shards.batch import train_view
+from certizoo.shards.format.tar import Sample
 from certizoo.shards.plan import entries, segments
-from certizoo.shards.tar import Sample
 
 Seconds = tuple[float, float]  # processor time, wall time
 EPOCH, SEED = 0, 0

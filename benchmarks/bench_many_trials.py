@@ -30,7 +30,8 @@ import psutil  # type: ignore[import-untyped]
 from benchmarks import ray_nodes
 from benchmarks.bench_tune import ROOT, note
 from benchmarks.record import record
-from certizoo.registry import browse, store
+from certizoo.registry import browse
+from certizoo.registry.server import store
 from tuning import server
 
 MODEL, NAME = "spec_vit_digits", "many"

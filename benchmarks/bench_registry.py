@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.record import record
-from certizoo.registry import browse, store
+from certizoo.registry import browse
 from certizoo.registry.listing import listed
+from certizoo.registry.server import store
 from tests.tools import versions
 from tests.tools.many_versions import multiply
 from tests.tools.versions import HEADLINE

@@ -21,7 +21,8 @@ from PIL import Image
 from benchmarks.record import record
 from certizoo import shards
 from certizoo.reading import Reading
-from certizoo.shards import DataConfig, ShardSet, manifest
+from certizoo.shards import DataConfig, ShardSet
+from certizoo.shards.format import manifest
 
 SAMPLES, BATCH, CLASSES = 1000, 64, 1000
 Figures = dict[str, float]

@@ -10,7 +10,7 @@ import torch
 
 from certizoo import UserError
 from certizoo.inputs import images_given
-from certizoo.registry import manifest
+from certizoo.registry.versions import manifest
 from zoo import handover
 from zoo.models.factory import input_size
 

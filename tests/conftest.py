@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before a test module imports timm)
-from certizoo.registry import store
+from certizoo.registry.server import store
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` in a script inherits a Ctrl-C that is ignored

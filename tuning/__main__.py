@@ -24,7 +24,7 @@ from certizoo.errors import one_line_errors
 from certizoo.files import disk_errors, require_file_name
 from certizoo.locks import sole_writer
 from certizoo.ports import ray_address
-from certizoo.registry import credentials, store
+from certizoo.registry.server import credentials, store
 from tuning import objectives, search, spaces
 from tuning.search import Search
 

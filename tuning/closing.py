@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from certizoo.files import whole_file, write_whole
-from certizoo.registry import credentials
+from certizoo.registry.server import credentials
 from tuning.live import Board
 from tuning.search import Search
 from tuning.spaces import Parameter

@@ -118,7 +118,7 @@ class Search:
         """Return the command line of a trial.
 
         Its version in the registry records the search, the space and the values. The registry's place is in the
-        environment (`certizoo/registry/credentials.py`).
+        environment (`certizoo/registry/server/credentials.py`).
         """
         values = self.parameters.values(point)
         tags = {"space": self.space, "search": self.name, "search_id": self.id, "trial": f"{self.name}/{trial}"}
@@ -235,7 +235,7 @@ def _middle(space: Space) -> dict[str, Any]:
 
 def _anywhere(root: str) -> str:
     """Return data.root in a form that is valid from every folder."""
-    from certizoo.shards.config import is_remote
+    from certizoo.shards.format.config import is_remote
 
     return root if is_remote(root) else str(Path(root).expanduser().absolute())
 

@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 from certizoo import UserError
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from certizoo.registry import publish, run_folder, runs, store
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.versions import publish
 from tuning.guard import end_with_parent
 from tuning.search import Search
 from tuning.trial import PATIENCE_SECONDS

@@ -23,7 +23,7 @@ from certizoo.errors import EXIT_USER_ERROR
 from certizoo.files import write_whole
 from certizoo.ports import free_port
 from certizoo.processes import end_group, ending
-from certizoo.registry.run_folder import ROWS, STATE
+from certizoo.registry.tracking.run_folder import ROWS, STATE
 from trainers.job import checkpoint
 from tuning import guard
 

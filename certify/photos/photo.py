@@ -9,7 +9,7 @@ from torch import Tensor
 from certify.photos.samples import FOLDER
 from certizoo import UserError
 from certizoo.images import MAX_PIXELS, ImageError, pixels
-from certizoo.shards.fit import fit
+from certizoo.shards.views.fit import fit
 from certizoo.text import plain
 
 MAX_BYTES = 32 * 2**20  # of a file; 24 million pixels as JPEG or WEBP take less

@@ -12,7 +12,7 @@ from certify.rows.images import Share
 from certizoo import UserError
 from certizoo.config.schema import PathText, Section, hints, section_of
 from certizoo.shards import DataConfig, config_of, from_elsewhere, require_fit
-from certizoo.shards.config import TEXT
+from certizoo.shards.format.config import TEXT
 from zoo.user_models import is_function
 
 Config = dict[str, Any]

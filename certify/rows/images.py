@@ -9,7 +9,7 @@ from certify.rows.workers import Batch
 from certizoo import UserError, shards
 from certizoo.config.schema import FilePath, Section, Whole
 from certizoo.files import sha256
-from certizoo.shards.config import TEXT
+from certizoo.shards.format.config import TEXT
 from certizoo.shards.sets import listing_of, warn_of_empty_classes
 
 

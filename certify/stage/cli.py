@@ -14,7 +14,7 @@ from certify.stage.settings import Settings
 from certizoo import UserError
 from certizoo.config.schema import Count, Section, typed_values
 from certizoo.progress import progress_bar
-from certizoo.registry.checks import ExperimentName, ModelName
+from certizoo.registry.tracking.checks import ExperimentName, ModelName
 from zoo.user_models import is_function
 
 

@@ -12,8 +12,9 @@ from certify.stage import tables
 from certify.stage.run import CARD, CERTIFICATE, TABLE
 from certizoo import UserError
 from certizoo.locks import HOLDER, LOCK
-from certizoo.registry import champion, credentials, version_tags
-from certizoo.registry.publish import publish as publish_version
+from certizoo.registry.server import credentials
+from certizoo.registry.versions import champion, version_tags
+from certizoo.registry.versions.publish import publish as publish_version
 
 
 def publish(

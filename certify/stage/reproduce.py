@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from certify.stage.settings import Settings
-from certizoo.registry import credentials
+from certizoo.registry.server import credentials
 from certizoo.shards import DataConfig
-from certizoo.shards.config import is_remote
+from certizoo.shards.format.config import is_remote
 from zoo.user_models import is_function
 
 KEYS = ("method", "norm", "served_dtype", "images", "batch_size", "search_radii")

@@ -33,8 +33,8 @@ from certify.stage.substitutions import COLUMN
 from certizoo import UserError, shards
 from certizoo.files import write_whole
 from certizoo.progress import Progress, silent
-from certizoo.shards import tokens
-from certizoo.shards.config import TEXT
+from certizoo.shards.format import tokens
+from certizoo.shards.format.config import TEXT
 
 ROWS, CERTIFICATE = records.CERTIFICATES, records.CERTIFICATE
 TABLE, CURVE, CARD, REPORT = "certificates.parquet", "curve.png", "card.md", "report.html"

@@ -12,7 +12,7 @@ from rich.text import Text
 from certify.rows.intervals import NAMES, axis_of, end_of_axis, eps_in, percent, wilson
 from certify.rows.records import write_png
 from certify.rows.summary import Summary, counted, norm_of
-from certizoo.registry import version_tags
+from certizoo.registry.versions import version_tags
 from certizoo.text import plain
 from zoo import penalty
 

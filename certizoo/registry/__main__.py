@@ -11,7 +11,10 @@ from rich.console import Console
 from certizoo import UserError
 from certizoo.config.schema import Count, Port, argument, as_path
 from certizoo.errors import one_line_errors
-from certizoo.registry import browse, listing, publish, run_folder, runs, store, tables, ui
+from certizoo.registry import browse, listing, tables
+from certizoo.registry.server import store, ui
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.versions import publish
 from certizoo.text import plain, written
 
 REFERENCE = "NAME@ALIAS or NAME/VERSION"

@@ -4,9 +4,12 @@ import logging
 from collections.abc import Mapping
 
 from certizoo import UserError
-from certizoo.registry import browse, run_folder, runs, store, version_tags
+from certizoo.registry import browse
 from certizoo.registry.browse import Version
-from certizoo.registry.run_folder import Point
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.tracking.run_folder import Point
+from certizoo.registry.versions import version_tags
 from certizoo.text import plain
 
 logger = logging.getLogger(__name__)

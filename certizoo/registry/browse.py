@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from certizoo import UserError
 from certizoo.files import cache_folder, disk_errors
 from certizoo.nearest import choices, unknown
-from certizoo.registry import champion, manifest, package, store
+from certizoo.registry.server import store
+from certizoo.registry.versions import champion, manifest, package
 from certizoo.text import plain
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def versions(name: str | None = None, uri: str | None = None) -> list[Version]:
 def promote(reference: str, alias: str, uri: str | None = None, *, force: bool = False) -> Version:
     """Give the version the alias.
 
-    Aliases of champions follow the rule of certizoo/registry/champion.py. `force` overrides the rule until the next
-    promotion.
+    Aliases of champions follow the rule of certizoo/registry/versions/champion.py. `force` overrides the rule until
+    the next promotion.
     """
     target = existing(uri)
     version = find(reference, target)

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
-from certizoo.registry import browse, store
+from certizoo.registry import browse
 from certizoo.registry.browse import PAGE, Aliases, Version
 from certizoo.registry.select import OWN, meets, select, tags_named, texts
+from certizoo.registry.server import store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from certizoo import UserError
 from certizoo.nearest import choices
-from certizoo.registry import version_tags
 from certizoo.registry.browse import Version
+from certizoo.registry.versions import version_tags
 
 OWN = ("name", "version", "alias")  # keys that are not tags
 CONDITION = re.compile(r"([^=<>!]+?)\s*(!=|>=|<=|=)\s*(.+)")

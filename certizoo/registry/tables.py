@@ -6,9 +6,9 @@ from rich.markdown import Markdown
 from rich.table import Column, Table
 from rich.text import Text
 
-from certizoo.registry import version_tags
 from certizoo.registry.browse import Version
 from certizoo.registry.select import fact
+from certizoo.registry.versions import version_tags
 from certizoo.text import plain
 
 NAMES = ("name", "version", "alias")

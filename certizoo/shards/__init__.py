@@ -8,11 +8,11 @@ Reading: `find` (checks the shards once, before any work), `train_loader`, `eval
 
 import certizoo.compat  # noqa: F401  (repairs torchvision before anything here imports it)
 from certizoo import UserError
-from certizoo.shards.config import DataConfig, config_of, from_elsewhere, require_fit
+from certizoo.shards.format.config import DataConfig, config_of, from_elsewhere, require_fit
+from certizoo.shards.format.tar import SampleError
 from certizoo.shards.read import eval_loader, eval_samples, steps_per_epoch, train_loader
 from certizoo.shards.sets import ShardSet, find
-from certizoo.shards.tar import SampleError
-from certizoo.shards.write import write
+from certizoo.shards.writing.write import write
 
 __all__ = [
     "DataConfig",

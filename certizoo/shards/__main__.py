@@ -15,11 +15,12 @@ from certizoo import UserError
 from certizoo.config.schema import Count, Ge, Le, Whole, argument, as_path
 from certizoo.errors import one_line_errors
 from certizoo.progress import progress_bar
-from certizoo.shards import inspect, manifest, sources, tokens
-from certizoo.shards.config import require_name
-from certizoo.shards.sentences import Sentences
-from certizoo.shards.tar import ENDINGS
-from certizoo.shards.write import write
+from certizoo.shards.format import manifest, tokens
+from certizoo.shards.format.config import require_name
+from certizoo.shards.format.tar import ENDINGS
+from certizoo.shards.writing import inspect, sources
+from certizoo.shards.writing.sentences import Sentences
+from certizoo.shards.writing.write import write
 from certizoo.text import plain
 
 console = Console(stderr=True, markup=False)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from certizoo.images import Pixels
-from certizoo.shards import tokens
-from certizoo.shards.augment import augmentation, erasing, mix
-from certizoo.shards.config import TEXT, DataConfig
-from certizoo.shards.fit import fit
-from certizoo.shards.kernels import write_planes
+from certizoo.shards.format import tokens
+from certizoo.shards.format.config import TEXT, DataConfig
+from certizoo.shards.format.tar import MEND_SAMPLE, Entry, Sample, SampleError
 from certizoo.shards.ring import Page
-from certizoo.shards.tar import MEND_SAMPLE, Entry, Sample, SampleError
+from certizoo.shards.views.augment import augmentation, erasing, mix
+from certizoo.shards.views.fit import fit
+from certizoo.shards.views.kernels import write_planes
 
 View = Callable[[Sample], Pixels]
 Spare = Callable[[], Iterable[Sample | SampleError]]

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from certizoo import UserError
 from certizoo.reading import Reading
-from certizoo.shards.augment import mix
-from certizoo.shards.manifest import BLOCK
+from certizoo.shards.format.manifest import BLOCK
+from certizoo.shards.format.tar import Entry, OpenShard, Shard, opened, walk
 from certizoo.shards.sets import ShardSet
-from certizoo.shards.tar import Entry, OpenShard, Shard, opened, walk
+from certizoo.shards.views.augment import mix
 
 REACH = 1000  # samples
 Places = NDArray[np.int64]

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from certizoo import UserError
 from certizoo.memory import keep_freed_memory
 from certizoo.reading import Reading
-from certizoo.shards.augment import mix
 from certizoo.shards.batch import Batch, batches, eval_view, loaded, train_view
-from certizoo.shards.config import DataConfig
+from certizoo.shards.format.config import DataConfig
+from certizoo.shards.format.tar import Sample, SampleError
 from certizoo.shards.plan import (
     Places,
     entries,
@@ -45,7 +45,7 @@ from certizoo.shards.plan import (
 )
 from certizoo.shards.ring import PREFETCH, Page, Ring, Slot, fresh_pages
 from certizoo.shards.sets import ShardSet
-from certizoo.shards.tar import Sample, SampleError
+from certizoo.shards.views.augment import mix
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from certizoo import UserError
-from certizoo.shards import manifest, remote
-from certizoo.shards.config import DataConfig
-from certizoo.shards.manifest import Manifest, ShardInfo
-from certizoo.shards.remote import RemoteShard, Source, read_manifest, source_of
-from certizoo.shards.tar import Shard
+from certizoo.shards.format import manifest
+from certizoo.shards.format.config import DataConfig
+from certizoo.shards.format.manifest import Manifest, ShardInfo
+from certizoo.shards.format.tar import Shard
+from certizoo.shards.remote import fetch
+from certizoo.shards.remote.fetch import RemoteShard, Source, read_manifest, source_of
 
 log = logging.getLogger(__name__)
 HASHED_BYTES = 256 * 2**20  # `verify=auto` hashes sets up to this size: about a second
@@ -134,7 +135,7 @@ def _remote(source: Source, config: DataConfig, split: str) -> tuple[list[Remote
     names = sorted(fnmatch.filter(listing.files, getattr(config, split)))
     if not names:
         raise UserError(f"no shards {getattr(config, split)} in {listing.where} for data.{split}; give another glob")
-    shards = remote.check(names, source, listing, config)
+    shards = fetch.check(names, source, listing, config)
     return shards, [_with_labels(shard, shard.info, listing, config, split) for shard in shards]
 
 

@@ -17,10 +17,11 @@ from PIL import Image
 from certify.photos import photo
 from certizoo import UserError, shards
 from certizoo.images import Pixels, flattened, pixels
-from certizoo.shards import DataConfig, sources
+from certizoo.shards import DataConfig
 from certizoo.shards.__main__ import main
-from certizoo.shards.inspect import GAP, NAME, inspect
-from certizoo.shards.write import encode
+from certizoo.shards.writing import sources
+from certizoo.shards.writing.inspect import GAP, NAME, inspect
+from certizoo.shards.writing.write import encode
 from tests.tools.folders import FILES, ROOT, imported, parsed
 from tests.tools.odd_images import EVERY_MODE, SIDE, drawn, exif_of, odd_images, saved, transparent
 
@@ -111,9 +112,9 @@ def refused_by_command(words: list[str]) -> None:
 
 # file of the product that reads pictures -> its doors
 DOORS: dict[str, list[Door]] = {
-    "certizoo/shards/tar.py": [eval_loader, train_loader, index],
-    "certizoo/shards/inspect.py": [contact_sheet],
-    "certizoo/shards/write.py": [folder, folder_with_resize],
+    "certizoo/shards/format/tar.py": [eval_loader, train_loader, index],
+    "certizoo/shards/writing/inspect.py": [contact_sheet],
+    "certizoo/shards/writing/write.py": [folder, folder_with_resize],
     "certify/photos/photo.py": [file_of_photo, sent_photo],
 }
 READERS = {f"certizoo.images.{name}" for name in ("pixels", "picture", "flattened")}

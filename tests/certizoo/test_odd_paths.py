@@ -83,8 +83,8 @@ WORK = (
     "certify.stage.run.run", "certify.evaluation.run.run", "certify.papers.analysis.run",
     "certify.papers.feature_report.run", "certify.leaderboard.recheck.check", "certify.photos.cli.serve_forever",
     "certify.photos.predict.Predictor.__call__", "certify.explanation.explain", "tuning.__main__.run",
-    "zoo.models.pretrained._from_tag", "zoo.weights.fetch.fetched", "certizoo.registry.ui.serve",
-    "certizoo.shards.sources.torchvision_set",
+    "zoo.models.pretrained._from_tag", "zoo.weights.fetch.fetched", "certizoo.registry.server.ui.serve",
+    "certizoo.shards.writing.sources.torchvision_set",
 )  # fmt: skip
 
 

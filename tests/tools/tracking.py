@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from certizoo.registry import run_folder, store
-from certizoo.registry.track import Tracker
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder
+from certizoo.registry.tracking.track import Tracker
 
 AWAY = "http://127.0.0.1:9"  # the discard port: connection refused
 SOME: Mapping[str, Any] = {"a": 1}

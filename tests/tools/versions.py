@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from certizoo.registry.publish import Published, publish
+from certizoo.registry.versions.publish import Published, publish
 
 EPS = "0.1"
 HEADLINE = f"certified_acc.{EPS}"

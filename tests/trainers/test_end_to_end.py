@@ -12,7 +12,9 @@ import torch
 
 import certizoo.shards.__main__
 import zoo
-from certizoo.registry import browse, run_folder, runs, store
+from certizoo.registry import browse
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
 from tests.tools.launching import ROOT, environment, finish, launch
 
 SCRIPT = ROOT / "trainers" / "adv_train.py"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from certizoo.registry import browse, store
+from certizoo.registry import browse
+from certizoo.registry.server import store
 from tests.tools.postgres import postgres
 from tests.tools.tuning_runs import begin, finish, finished
 

@@ -16,7 +16,10 @@ import pytest
 
 from certizoo.ports import free_port
 from certizoo.processes import end_group
-from certizoo.registry import browse, publish, runs, store
+from certizoo.registry import browse
+from certizoo.registry.server import store
+from certizoo.registry.tracking import runs
+from certizoo.registry.versions import publish
 from tests.tools.launching import ROOT
 from tests.tools.postgres import BINARIES, postgres
 from tests.tools.registry_writer import STEPS

@@ -21,7 +21,7 @@ import pytest
 from certizoo import UserError, progress
 from certizoo.config.compose import CONFIGS, compose_config
 from certizoo.files import disk_errors
-from certizoo.registry import credentials
+from certizoo.registry.server import credentials
 from tests.tools.cases import mostly_slow
 from tests.tools.full_disk import full_disk
 from tests.tools.launching import ROOT

@@ -16,7 +16,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from certizoo.registry import browse, store
+from certizoo.registry import browse
+from certizoo.registry.server import store
 from tests.tools import browser
 from tests.tools.launching import ROOT
 from tests.tools.tuning_runs import SHORT, alive, begin, certified, finish, finished, first_step, runs

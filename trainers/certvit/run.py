@@ -26,7 +26,7 @@ from certify.papers import paper_bounds
 from certizoo import UserError
 from certizoo.config.compose import compose_config
 from certizoo.files import whole_file, write_whole
-from certizoo.registry import credentials
+from certizoo.registry.server import credentials
 from certizoo.shards import train_loader
 from trainers import ranks
 from trainers.certvit.douglas_rachford import solve

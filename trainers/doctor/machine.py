@@ -13,7 +13,7 @@ import torch
 from packaging.requirements import Requirement
 
 from certizoo import UserError
-from certizoo.registry import store
+from certizoo.registry.server import store
 
 TRAINING = ("train", "evaluate", "registry")  # extras
 

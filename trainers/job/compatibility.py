@@ -21,9 +21,9 @@ from certizoo.attacks import AttackConfig
 from certizoo.files import require_file_name
 from certizoo.inputs import require_radius
 from certizoo.nearest import choices
-from certizoo.registry import version_tags
+from certizoo.registry.versions import version_tags
 from certizoo.shards import require_fit
-from certizoo.shards.config import TEXT
+from certizoo.shards.format.config import TEXT
 from trainers.callbacks import CALLBACKS
 from trainers.job.job import Job, certify_settings
 from trainers.model_parts import attentions_of, blocks_of, owners_of

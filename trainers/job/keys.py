@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
 from certizoo.config.schema import Count, Lt, OneOf, PathText, Section, Source, Text, Whole
-from certizoo.registry.checks import ExperimentName, ModelName
+from certizoo.registry.tracking.checks import ExperimentName, ModelName
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
 from trainers.settings import (

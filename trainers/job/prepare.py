@@ -13,9 +13,10 @@ import zoo
 from certizoo import UserError, plugins
 from certizoo.attacks import AttackConfig
 from certizoo.config.schema import section_of, typed_values
-from certizoo.registry import store
-from certizoo.shards import DataConfig, ShardSet, find, tokens
-from certizoo.shards.config import TEXT, require_kind
+from certizoo.registry.server import store
+from certizoo.shards import DataConfig, ShardSet, find
+from certizoo.shards.format import tokens
+from certizoo.shards.format.config import TEXT, require_kind
 from certizoo.shards.sets import warn_of_empty_classes
 from certizoo.text import shown
 from trainers import ranks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from certizoo.shards.config import TEXT
+from certizoo.shards.format.config import TEXT
 from trainers.job.job import Job
 from zoo.models.factory import input_size
 from zoo.models.overview import on_meta

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 import zoo
 from certizoo.shards import eval_loader
-from certizoo.shards.config import TEXT
+from certizoo.shards.format.config import TEXT
 from trainers.job.job import Job
 from trainers.seeds import seed_of
 from trainers.steps.monitor import LEAST_STEPS

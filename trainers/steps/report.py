@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from certizoo import UserError
 from certizoo.files import write_whole
 from certizoo.progress import Pulse
-from certizoo.registry.run_folder import ROWS, now
-from certizoo.registry.system import SystemMetrics
-from certizoo.registry.track import Tracker
+from certizoo.registry.tracking.run_folder import ROWS, now
+from certizoo.registry.tracking.system import SystemMetrics
+from certizoo.registry.tracking.track import Tracker
 from trainers.callbacks import Callbacks
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import zoo
 from certizoo.documents import yaml_of
 from certizoo.files import write_whole
 from certizoo.reading import Reading
-from certizoo.registry import credentials
-from certizoo.registry.track import Tracker
+from certizoo.registry.server import credentials
+from certizoo.registry.tracking.track import Tracker
 from certizoo.shards import train_loader
 from certizoo.shards.read import TrainBatches
 from trainers.engine.engine import Engine

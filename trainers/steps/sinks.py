@@ -7,7 +7,7 @@ In Weights & Biases every start of a run is a run of its own, in the group of th
 from typing import Any
 
 from certizoo import UserError
-from certizoo.registry import credentials
+from certizoo.registry.server import credentials
 from trainers.callbacks import CALLBACKS, Callback, Callbacks, Make, Metrics
 from trainers.job.job import Job
 

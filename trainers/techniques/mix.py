@@ -6,7 +6,7 @@ Legend: images_BCHW in [0,1], labels_B classes, labels_BK probabilities.
 from timm.data.mixup import Mixup
 from torch import Tensor
 
-from certizoo.shards.augment import seeded
+from certizoo.shards.views.augment import seeded
 from trainers.settings import MixConfig
 
 

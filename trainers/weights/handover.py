@@ -17,8 +17,8 @@ from certizoo.commit import git_commit
 from certizoo.documents import read_json
 from certizoo.files import write_whole
 from certizoo.progress import progress_bar
-from certizoo.registry import credentials
-from certizoo.shards.config import TEXT
+from certizoo.registry.server import credentials
+from certizoo.shards.format.config import TEXT
 from certizoo.text import plain
 from trainers.engine.engine import Engine
 from trainers.job.job import Job, certify_settings

@@ -13,7 +13,7 @@ from PIL import Image
 from certify.photos import photo
 from certizoo import UserError
 from certizoo.images import pixels
-from certizoo.shards.fit import fit
+from certizoo.shards.views.fit import fit
 
 
 def encoded(width: int, height: int, kind: str = "PNG", **options: object) -> bytes:

@@ -9,7 +9,7 @@ import zoo
 from certify.__main__ import main
 from certizoo import shards
 from certizoo.config.compose import CONFIGS, compose_config
-from certizoo.shards import sources
+from certizoo.shards.writing import sources
 
 MODEL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8, "num_classes": 2}
 

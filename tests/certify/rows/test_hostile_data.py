@@ -14,7 +14,7 @@ from certify.__main__ import main
 from certify.rows.arguments import data_of
 from certizoo import UserError, shards
 from certizoo.config.compose import compose_config
-from certizoo.shards import sources
+from certizoo.shards.writing import sources
 from tests.tools.cases import mostly_slow
 
 MODEL: dict[str, Any] = {"name": "spec_vit_digits", "depth": 1, "embed_dim": 8}

@@ -19,7 +19,8 @@ from certify.stage import run as stage
 from certify.stage.model_card import model_card
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from certizoo.registry import browse, champion
+from certizoo.registry import browse
+from certizoo.registry.versions import champion
 from certizoo.shards import DataConfig
 
 CONFIG: dict[str, Any] = {"name": "spec_vit_digits", "num_classes": 10, "img_size": 8, "in_chans": 1}

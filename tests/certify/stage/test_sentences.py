@@ -18,8 +18,9 @@ from certify.stage import tables
 from certify.stage.substitutions import COLUMN, counter, nearest
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
-from certizoo.shards import DataConfig, tokens
+from certizoo.shards import DataConfig
 from certizoo.shards.__main__ import main as shards
+from certizoo.shards.format import tokens
 from zoo.models.overview import tiny_options
 
 NAME = "lofast_text_l3_h4"

@@ -14,9 +14,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from certizoo import UserError
-from certizoo.registry import browse, champion, store
+from certizoo.registry import browse
 from certizoo.registry.__main__ import main
-from certizoo.registry.publish import Published
+from certizoo.registry.server import store
+from certizoo.registry.versions import champion
+from certizoo.registry.versions.publish import Published
 from tests.tools import versions
 from tests.tools.cases import mostly_slow
 

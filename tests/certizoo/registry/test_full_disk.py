@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import browse, publish, run_folder, runs
+from certizoo.registry import browse
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.versions import publish
 from tests.tools import versions
 from tests.tools.full_disk import full_disk
 from tests.tools.tracking import AWAY, begin, history, log

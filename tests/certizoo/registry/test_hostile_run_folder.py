@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import browse, publish, run_folder, runs, store
+from certizoo.registry import browse
 from certizoo.registry.__main__ import main
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.versions import publish
 from tests.tools import versions
 from tests.tools.tracking import AWAY, runs_of
 

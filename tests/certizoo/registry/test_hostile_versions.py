@@ -18,9 +18,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from certizoo import UserError
-from certizoo.registry import browse, manifest, package, publish, store, version_tags
+from certizoo.registry import browse
 from certizoo.registry.__main__ import main
 from certizoo.registry.annotate import annotate
+from certizoo.registry.server import store
+from certizoo.registry.versions import manifest, package, publish, version_tags
 from tests.tools import versions
 from tests.tools.cases import mostly_slow
 

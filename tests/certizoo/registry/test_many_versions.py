@@ -14,9 +14,12 @@ from mlflow.store.model_registry.dbmodels.models import SqlModelVersion
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from certizoo.registry import browse, publish, runs, store
+from certizoo.registry import browse
 from certizoo.registry.listing import listed
 from certizoo.registry.select import select
+from certizoo.registry.server import store
+from certizoo.registry.tracking import runs
+from certizoo.registry.versions import publish
 from tests.tools import versions
 from tests.tools.many_versions import multiply
 from tests.tools.versions import HEADLINE

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import browse, version_tags
+from certizoo.registry import browse
 from certizoo.registry.__main__ import main
 from certizoo.registry.select import select
+from certizoo.registry.versions import version_tags
 from tests.tools import versions
 
 EPS = "0.0156863"  # 4/255

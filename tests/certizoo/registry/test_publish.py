@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import browse, manifest, run_folder, runs, store
-from certizoo.registry import publish as publishing
+from certizoo.registry import browse
 from certizoo.registry.__main__ import main
-from certizoo.registry.publish import Published
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.versions import manifest
+from certizoo.registry.versions import publish as publishing
+from certizoo.registry.versions.publish import Published
 from tests.tools import versions
 from tests.tools.tracking import AWAY, begin
 from tests.tools.versions import HEADLINE

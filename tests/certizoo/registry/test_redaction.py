@@ -13,7 +13,8 @@ import yaml
 from certify.stage import reproduce
 from certify.stage.settings import Settings
 from certizoo.config.compose import compose_config
-from certizoo.registry import credentials, run_folder, store
+from certizoo.registry.server import credentials, store
+from certizoo.registry.tracking import run_folder
 from certizoo.shards import DataConfig
 from tests.tools import versions
 from tests.tools.cases import mostly_slow

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from certizoo.ports import free_port
-from certizoo.registry import browse, runs, store, ui
-from certizoo.registry import publish as publishing
-from certizoo.registry.publish import Published
+from certizoo.registry import browse
+from certizoo.registry.server import store, ui
+from certizoo.registry.tracking import runs
+from certizoo.registry.versions import publish as publishing
+from certizoo.registry.versions.publish import Published
 from tests.tools import versions
 from tests.tools.launching import wait_for
 from tests.tools.tracking import begin, log
@@ -149,7 +151,7 @@ time.sleep(600)
 # Runs the child; a signal may come at any time after its start.
 STRUCK = """
 import os, signal, subprocess, sys
-from certizoo.registry import ui
+from certizoo.registry.server import ui
 
 start = subprocess.Popen
 

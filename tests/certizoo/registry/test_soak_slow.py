@@ -14,7 +14,10 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from certizoo.ports import free_port
-from certizoo.registry import browse, publish, run_folder, runs, store
+from certizoo.registry import browse
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.versions import publish
 from tests.tools.launching import wait_for
 from tests.tools.registry_writer import STEPS
 

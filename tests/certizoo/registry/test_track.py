@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from certizoo import UserError
-from certizoo.registry import run_folder, runs, store
-from certizoo.registry.track import Tracker
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
+from certizoo.registry.tracking.track import Tracker
 from tests.tools.cases import mostly_slow
 from tests.tools.tracking import AWAY, begin, history, kill, log, runs_of
 
@@ -183,7 +184,9 @@ def test_an_absent_server_gets_the_run_later_and_once(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert run_once(run_dir, AWAY).run_id is None
-    assert [r.name for r in caplog.records if "certizoo registry sync" in r.message] == ["certizoo.registry.track"]
+    assert [r.name for r in caplog.records if "certizoo registry sync" in r.message] == [
+        "certizoo.registry.tracking.track"
+    ]
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
         runs.sync(run_dir)  # the folder names its target, which is not trusted
     runs.sync(run_dir, uri)
@@ -303,7 +306,8 @@ def test_a_training_does_not_wait_for_somebody_who_sends(uri: str, run_dir: Path
 @pytest.mark.slow  # called from threads by the test of a start that is sent twice
 def test_two_syncs_at_once_send_everything_once(uri: str, run_dir: Path) -> None:
     run_once(run_dir, AWAY)
-    code = f"from pathlib import Path; from certizoo.registry import runs; runs.sync(Path({str(run_dir)!r}), {uri!r})"
+    imports = "from pathlib import Path; from certizoo.registry.tracking import runs"
+    code = f"{imports}; runs.sync(Path({str(run_dir)!r}), {uri!r})"
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE) for _ in range(2)]
     for process in both:
         _, errors = process.communicate()
@@ -331,7 +335,7 @@ def test_a_run_created_twice_at_once_is_one_run(uri: str, monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_processes_that_race_for_a_fresh_store_share_one_experiment(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    code = f"from certizoo.registry import store; print(store.experiment_id(store.connect({uri!r}), 'race'))"
+    code = f"from certizoo.registry.server import store; print(store.experiment_id(store.connect({uri!r}), 'race'))"
     racers = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

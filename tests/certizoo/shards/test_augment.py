@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from certizoo.shards import kernels
-from certizoo.shards.augment import RATIO, SCALE, augmentation, crop_box, erasing
+from certizoo.shards.views import kernels
+from certizoo.shards.views.augment import RATIO, SCALE, augmentation, crop_box, erasing
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:

@@ -16,7 +16,7 @@ import pytest
 from certizoo import UserError, shards
 from certizoo.locks import locked
 from certizoo.shards import DataConfig
-from certizoo.shards.cache import Cache
+from certizoo.shards.remote.cache import Cache
 from tests.tools.cases import mostly_slow
 from tests.tools.shard_server import Server, serving
 

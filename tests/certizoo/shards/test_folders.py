@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from certizoo import UserError
-from certizoo.shards import sources
 from certizoo.shards.__main__ import main
-from certizoo.shards.inspect import inspect
+from certizoo.shards.writing import sources
+from certizoo.shards.writing.inspect import inspect
 from tests.tools.pictures import picture
 
 

@@ -16,7 +16,7 @@ from certizoo import UserError, shards
 from certizoo.reading import Reading
 from certizoo.shards import DataConfig, ShardSet
 from certizoo.shards.batch import Batch
-from certizoo.shards.config import from_elsewhere
+from certizoo.shards.format.config import from_elsewhere
 from certizoo.shards.plan import epoch_line
 from certizoo.shards.ring import fresh_pages
 

@@ -16,7 +16,7 @@ import torch
 from certizoo import UserError, shards
 from certizoo.shards import DataConfig
 from certizoo.shards.__main__ import main, parser
-from certizoo.shards.tar import ENDINGS
+from certizoo.shards.format.tar import ENDINGS
 from tests.tools.folders import FILES, ROOT, parsed
 from tests.tools.hostile_shards import png
 from tests.tools.pictures import picture

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from certizoo import UserError, shards
 from certizoo.reading import Reading
 from certizoo.shards import DataConfig, ShardSet
-from certizoo.shards.augment import augmentation, flip_crop, mix
 from certizoo.shards.batch import Batch
 from certizoo.shards.plan import segments, share
 from certizoo.shards.read import EvalBatches, EvalStream, TrainBatches
 from certizoo.shards.ring import Page, fresh_pages
+from certizoo.shards.views.augment import augmentation, flip_crop, mix
 
 SIZE = 8
 ROOT = Path(__file__).parents[3]

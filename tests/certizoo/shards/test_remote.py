@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from certizoo import shards
-from certizoo.shards import DataConfig, plan, remote
+from certizoo.shards import DataConfig, plan
+from certizoo.shards.remote import fetch
 from certizoo.shards.sets import listing_of
 from tests.tools import remote_shards
 from tests.tools.cases import mostly_slow
@@ -34,7 +35,7 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PAUSES", (0, 0))
+    monkeypatch.setattr(fetch, "PAUSES", (0, 0))
     monkeypatch.setenv("CERTIZOO_PIPES", f"cat,sh,{sys.executable}")
 
 
@@ -233,7 +234,7 @@ def test_a_listing_with_impossible_numbers_is_refused(change: dict, server: Serv
 
 @pytest.mark.hostile
 def test_a_manifest_is_of_bounded_size(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(fetch, "MAX_MANIFEST_BYTES", 100)
     assert "toy.json is larger" in refusal(lambda: shards.find(config(server.url), "train"))
 
 

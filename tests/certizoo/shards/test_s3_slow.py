@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError, shards
-from certizoo.shards import remote
+from certizoo.shards.remote import fetch
 from tests.tools import buckets, remote_shards
 from tests.tools.buckets import BUCKET, KEY, Bucket
 from tests.tools.remote_shards import config, refusal, same, trained
@@ -29,7 +29,7 @@ def bucket(
     """Serve the toy set, with keys in the environment."""
     s3fs = pytest.importorskip("s3fs", reason="the extra `s3` is not installed: pip install 'certizoo[s3]'")
     bucket = Bucket(program, tmp_path)
-    monkeypatch.setattr(remote, "PAUSES", (0, 0))
+    monkeypatch.setattr(fetch, "PAUSES", (0, 0))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{bucket.port}")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     keys(monkeypatch, KEY)

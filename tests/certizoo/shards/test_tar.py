@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from certizoo import UserError
-from certizoo.shards.tar import opened, walk
+from certizoo.shards.format.tar import opened, walk
 
 NAMES = ("a", "ü-ñ", "folder/b", "n" * 80, "p" * 60 + "/" + "n" * 60, "l" * 200)
 SIZES = (0, 1, 511, 512, 513, 5000)

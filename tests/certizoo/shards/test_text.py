@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from certizoo import UserError
-from certizoo.shards import DataConfig, SampleError, eval_loader, find, sentences, tokens, train_loader
+from certizoo.shards import DataConfig, SampleError, eval_loader, find, train_loader
 from certizoo.shards.__main__ import main
-from certizoo.shards.sentences import Sentences
+from certizoo.shards.format import tokens
+from certizoo.shards.writing import sentences
+from certizoo.shards.writing.sentences import Sentences
 
 LINES = ["sentence\tlabel", "A good film\t1", "a bad film\t0", 'a "good" bad film \t1', "bad\t0"]
 

@@ -13,8 +13,10 @@ from PIL import Image
 
 from certizoo import UserError, shards
 from certizoo.images import pixels
-from certizoo.shards import DataConfig, manifest, sources
+from certizoo.shards import DataConfig
 from certizoo.shards.__main__ import main
+from certizoo.shards.format import manifest
+from certizoo.shards.writing import sources
 
 
 def arrays(count: int, channels: int = 3, size: int = 8) -> list[tuple[np.ndarray, int]]:
@@ -206,8 +208,8 @@ def test_splits_with_other_classes_are_refused(tmp_path: Path) -> None:
 def test_resize_shrinks_only_what_is_larger(tmp_path: Path) -> None:
     small = Image.new("RGB", (40, 30))
     small.save(tmp_path / "a.jpg")
-    assert shards.write.__module__ == "certizoo.shards.write"
-    from certizoo.shards.write import encode
+    assert shards.write.__module__ == "certizoo.shards.writing.write"
+    from certizoo.shards.writing.write import encode
 
     assert encode(tmp_path / "a.jpg", resize=30) == ("jpg", (tmp_path / "a.jpg").read_bytes())
     extension, data = encode(tmp_path / "a.jpg", resize=15)

@@ -11,7 +11,7 @@ from PIL import Image
 
 import zoo
 from certizoo.config.compose import compose_config
-from certizoo.registry.system import PREFIX, SystemMetrics
+from certizoo.registry.tracking.system import PREFIX, SystemMetrics
 from tests.tools.launching import TINY
 from trainers.job.prepare import prepare
 from trainers.steps import pictures

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from certizoo import shards
-from certizoo.shards import sources
+from certizoo.shards.writing import sources
 from tests.tools.launching import ROOT, TINY, finish, launch, ranks, reach, rows
 from trainers.job import checkpoint
 

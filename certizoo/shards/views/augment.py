@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from certizoo.images import Pixels
-from certizoo.shards.fit import fit
-from certizoo.shards.kernels import mirrored, resized
+from certizoo.shards.views.fit import fit
+from certizoo.shards.views.kernels import mirrored, resized
 
 Augment = Callable[[Pixels, int], Pixels]
 JITTER = (0.4, 0.4, 0.4)  # of brightness, contrast and saturation: timm's defaults

@@ -14,7 +14,8 @@ from certizoo import UserError
 from certizoo.commit import code_sha256, git_commit
 from certizoo.documents import read_json, read_yaml
 from certizoo.files import sha256
-from certizoo.registry import store, version_tags
+from certizoo.registry.server import store
+from certizoo.registry.versions import version_tags
 from certizoo.text import plain
 
 logger = logging.getLogger(__name__)

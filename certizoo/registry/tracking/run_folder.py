@@ -22,7 +22,7 @@ from certizoo import UserError
 from certizoo.documents import read_json
 from certizoo.files import no_link, write_whole
 from certizoo.locks import locked
-from certizoo.registry import checks
+from certizoo.registry.tracking import checks
 from certizoo.text import plain
 
 CONFIG, ROWS, FOLDERS = "config.yaml", "metrics.jsonl", ("handover", "pictures")

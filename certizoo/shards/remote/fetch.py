@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TypeVar
 
 from certizoo import UserError
-from certizoo.shards import manifest
-from certizoo.shards.cache import Cache
-from certizoo.shards.config import PIPE, PLAIN, DataConfig, is_remote
-from certizoo.shards.manifest import BLOCK, Block, Manifest, ShardInfo, sha256_between
-from certizoo.shards.pipe import CommandError, Pipe
-from certizoo.shards.store import Store
+from certizoo.shards.format import manifest
+from certizoo.shards.format.config import PIPE, PLAIN, DataConfig, is_remote
+from certizoo.shards.format.manifest import BLOCK, Block, Manifest, ShardInfo, sha256_between
+from certizoo.shards.remote.cache import Cache
+from certizoo.shards.remote.pipe import CommandError, Pipe
+from certizoo.shards.remote.store import Store
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

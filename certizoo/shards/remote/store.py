@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from certizoo import UserError
-from certizoo.shards import web
+from certizoo.shards.remote import web
 
 CHUNK = 8 * 2**20  # bytes requested at once
 AT_ONCE = 16  # requests to a web server, which has no listing

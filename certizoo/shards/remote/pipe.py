@@ -18,7 +18,7 @@ from typing import IO
 
 from certizoo import UserError
 from certizoo.processes import end_group
-from certizoo.shards.config import PIPE
+from certizoo.shards.format.config import PIPE
 
 SLOT = "{shard}"
 ALLOWED = "CERTIZOO_PIPES"

@@ -22,8 +22,10 @@ from certizoo.config.schema import checked
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, write_whole
 from certizoo.locks import locked
-from certizoo.registry import champion, checks, manifest, package, run_folder, runs, store, version_tags
-from certizoo.registry.run_folder import PUBLICATION
+from certizoo.registry.server import store
+from certizoo.registry.tracking import checks, run_folder, runs
+from certizoo.registry.tracking.run_folder import PUBLICATION
+from certizoo.registry.versions import champion, manifest, package, version_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from certizoo import UserError
 from certizoo.config.schema import Ge, Le, OneOf, PathText, Positive, Section, section_of
-from certizoo.shards.tokens import SUFFIX
+from certizoo.shards.format.tokens import SUFFIX
 
 TEXT = "text"
 PIPE = "pipe:"  # prefix of a root that is a command

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from certizoo import UserError
 from certizoo.documents import read_yaml
 from certizoo.locks import locked
-from certizoo.registry import checks, credentials, run_folder, store
-from certizoo.registry.run_folder import Point, Tracked
+from certizoo.registry.server import credentials, store
+from certizoo.registry.tracking import checks, run_folder
+from certizoo.registry.tracking.run_folder import Point, Tracked
 from certizoo.text import plain
 
 if TYPE_CHECKING:

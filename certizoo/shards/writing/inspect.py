@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from certizoo.errors import UserError
 from certizoo.files import disk_errors, whole_file
 from certizoo.images import ImageError, array_of, picture
-from certizoo.shards.sources import Folder
+from certizoo.shards.writing.sources import Folder
 from certizoo.text import plain
 
 EACH = 6  # sample pictures of a class

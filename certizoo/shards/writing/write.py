@@ -19,10 +19,10 @@ from certizoo import UserError
 from certizoo.files import whole_file
 from certizoo.images import MAX_PIXELS, ImageError, flattened, picture
 from certizoo.progress import Progress, silent
-from certizoo.shards import manifest
-from certizoo.shards.config import require_name
-from certizoo.shards.manifest import ShardInfo
-from certizoo.shards.tar import TEXT
+from certizoo.shards.format import manifest
+from certizoo.shards.format.config import require_name
+from certizoo.shards.format.manifest import ShardInfo
+from certizoo.shards.format.tar import TEXT
 from certizoo.text import shown
 
 log = logging.getLogger(__name__)

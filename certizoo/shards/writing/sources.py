@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from certizoo import UserError
-from certizoo.shards.tar import IMAGE_EXTENSIONS
+from certizoo.shards.format.tar import IMAGE_EXTENSIONS
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "valid", "validation", "test")  # names of folders that are not classes

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from certizoo import UserError
 from certizoo.files import sha256, write_whole
-from certizoo.shards.tar import GZIP, OpenShard, SampleError, Shard, as_it_is, opened, unpacked, walk
+from certizoo.shards.format.tar import GZIP, OpenShard, SampleError, Shard, as_it_is, opened, unpacked, walk
 
 log = logging.getLogger(__name__)
 GENERAL = "manifest.json"

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from certizoo.registry import checks, manifest, run_folder, runs
-from certizoo.registry.run_folder import Point
+from certizoo.registry.tracking import checks, run_folder, runs
+from certizoo.registry.tracking.run_folder import Point
+from certizoo.registry.versions import manifest
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from certizoo import UserError
-from certizoo.registry import credentials
+from certizoo.registry.server import credentials
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from certizoo import UserError
 from certizoo.locks import locked
-from certizoo.registry import run_folder, runs, store
+from certizoo.registry.server import store
+from certizoo.registry.tracking import run_folder, runs
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -25,7 +25,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from certizoo.registry import store, version_tags
+from certizoo.registry.server import store
+from certizoo.registry.versions import version_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

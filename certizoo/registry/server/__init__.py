@@ -1,0 +1,1 @@
+"""The MLflow store: where it is, how it is reached, and its pages in a browser."""

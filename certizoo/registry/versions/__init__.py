@@ -1,0 +1,1 @@
+"""Publish versions with their certificates, bind their files by digests, and choose the champion."""

@@ -1,0 +1,1 @@
+"""The parts of a set of shards: its settings, manifest, members and tokeniser."""

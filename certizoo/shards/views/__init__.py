@@ -1,0 +1,1 @@
+"""Views of images: augmentations, the evaluation view, and their kernels."""
