@@ -1,6 +1,7 @@
 """Slabs of a ball: they cover it, no image of it loses more than they say, and they prove nearly the first order."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -46,14 +47,29 @@ def in_slabs(analysis: ImageAnalysis, e_B: Tensor, cut: Slabs | None = None) -> 
     return whole_B, stage.by_parts(class_B, torch.ones_like(class_B, dtype=torch.bool), asked), stage
 
 
-def one_image(parts: str, seed: int = 0, norm: str = "l2") -> tuple[Taylor, ImageAnalysis]:
-    """Return the analysis of an image whose slabs are several."""
+@dataclass(frozen=True)
+class OneImage:
+    """An image in several slabs: the bounds of the whole ball and of its slabs, and the balls of these."""
+
+    certifier: Taylor
+    analysis: ImageAnalysis
+    e_B: Tensor
+    whole_B: Tensor
+    loss_B: Tensor
+    stage: RadiusStage
+    balls: list[tuple[Tensor, Tensor]]
+
+
+@cache
+def one_image(parts: str, seed: int, norm: str) -> OneImage:
     model = small_model(parts, seed)
     x, y = labelled(model, COUNT, 1)
     certifier = Taylor(model, "a nonce", norm)
     ((_, analysis),) = certifier.analyse(x[2:], y[2:]).parts
     assert isinstance(analysis, ImageAnalysis)
-    return certifier, analysis
+    e_B = (0.9 if norm == "l2" else 0.72) * analysis._first_order.end_B
+    cut, balls = recorded(analysis._slabs)
+    return OneImage(certifier, analysis, e_B, *in_slabs(analysis, e_B, cut), balls)
 
 
 @pytest.mark.parametrize(("parts", "norm", "seed", "share"), mostly_slow(product(PARTS, NORMS, (0, 1), SHARES)))
@@ -69,15 +85,12 @@ def test_no_image_of_the_ball_loses_more(parts: str, norm: str, seed: int, share
     mostly_slow([("stem", 0, "l2"), ("standard", 1, "l2"), ("standard", 1, "linf")], ("standard", 1, "l2")),
 )
 def test_slabs_prove_what_the_whole_ball_does_not(parts: str, seed: int, norm: str) -> None:
-    certifier, analysis = one_image(parts, seed, norm)
-    e_B, margin_B = 0.9 * analysis._first_order.end_B, analysis.clean.margin_BJ.amin(1)
-    e_B = e_B if norm == "l2" else 0.8 * e_B
-    whole_B, loss_B, stage = in_slabs(analysis, e_B)
-    found_B = fallen(certifier, analysis, stage.here.rivals_BR[:, 0], e_B)
-    assert found_B <= loss_B < margin_B < whole_B
+    one = one_image(parts, seed, norm)
+    found_B = fallen(one.certifier, one.analysis, one.stage.here.rivals_BR[:, 0], one.e_B)
+    assert found_B <= one.loss_B < one.analysis.clean.margin_BJ.amin(1) < one.whole_B
 
 
-@pytest.mark.parametrize(("parts", "norm", "share"), mostly_slow(product(PARTS, NORMS, SHARES), ("stem", "l2", 0.9)))
+@pytest.mark.parametrize(("parts", "norm", "share"), mostly_slow(product(PARTS, NORMS, SHARES), ("stem", "l2", 0.7)))
 def test_no_attack_of_the_served_model_succeeds_where_at_proves(parts: str, norm: str, share: float) -> None:
     model = small_model(parts, 0)
     x, y = labelled(model, COUNT, 1)
@@ -92,11 +105,9 @@ def test_no_attack_of_the_served_model_succeeds_where_at_proves(parts: str, norm
 @pytest.mark.parametrize(("parts", "seed"), mostly_slow([("stem", 0), ("standard", 1)], ("standard", 1)))
 def test_slabs_cover_the_ball(parts: str, seed: int) -> None:
     """Every image of the ball lies in the ball of the center of its slab. Every center counts in the probability."""
-    _, analysis = one_image(parts, seed)
-    e_B = 0.97 * analysis._first_order.end_B
-    cut, balls = recorded(analysis._slabs)
-    _, loss_B, stage = in_slabs(analysis, e_B, cut)
-    assert loss_B.isfinite().all()
+    one = one_image(parts, seed, "l2")
+    analysis, stage, e_B, balls = one.analysis, one.stage, one.e_B, one.balls
+    assert one.loss_B.isfinite().all()
     assert balls
     assert (stage.failure_B >= stage.ellipsoids.failure * (1 + 0.2 * len(balls))).all()
     x, g = analysis.images[0].flatten(), stage.here.gradients(stage.here.rivals_BR[:, :1].mT).image.flatten()

@@ -13,6 +13,7 @@ from certify.linear.linear import Linear
 from certify.methods import best
 from certify.methods.best import Best
 from tests.tools.ascent import ascend, ascend_box, margin_loss
+from tests.tools.cases import mostly_slow
 from tests.tools.small_models import labelled, small_model
 from zoo.bounds.rule_table import NoRule
 
@@ -35,7 +36,7 @@ def methods(made: object) -> set[str]:
     return {type(each).__name__ for each in made.certifiers}
 
 
-@pytest.mark.parametrize("norm", ASCENTS)
+@pytest.mark.parametrize("norm", mostly_slow(ASCENTS, "l2"))
 def test_relus_get_linear_bounds_which_no_ascent_beats(norm: str) -> None:
     model = mlp(nn.ReLU)
     x, y = batch(model)

@@ -22,6 +22,7 @@ from certify.photos.predict import Answer, Asked, Predictor
 from certify.photos.samples import sample_of, samples
 from certify.shared.certificate import UnsoundCertificate
 from certizoo.attacks.norms import distance
+from tests.tools.cases import mostly_slow
 
 Encoded = Callable[..., bytes]
 
@@ -78,17 +79,22 @@ def test_a_sample_is_named_by_its_class_and_is_recognised(path: Path) -> None:
     assert read(path, 3, 32).name == path.name
 
 
-def test_a_slow_method_answers_after_a_quick_one(handover: Path, digit: Encoded, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("served", "words"),
+    mostly_slow([("float32", "as served in float32"), (None, "exact arithmetic")], ("float32", "as served in float32")),
+)
+def test_a_slow_method_answers_after_a_quick_one(
+    served: str | None, words: str, handover: Path, digit: Encoded, tmp_path: Path
+) -> None:
     """Both radii are of the served model unless that is switched off, and the attack is one."""
-    for served, words in (("float32", "(best, as served in float32)"), (None, "(best, exact arithmetic)")):
-        predict = Predictor(handover, Asked(nonce="0", steps=5, served_dtype=served), tmp_path)
-        quick, last = predict.answers(photo(digit(0), "0.png", 1, 8))
-        assert (quick.method, last.method) == ("adjoint", "best")
-        assert 0 < quick.radius <= last.radius < (last.distance or 0) == quick.distance
-        assert words in last.words()
-        prover = certifier_of(predict.model, "best", served, "0", "l2")
-        image_BCHW, label_B = last.photo.image_CHW[None], torch.tensor([last.label])
-        assert last.radius == pytest.approx(float(radius_of(prover.analyse(image_BCHW, label_B))), rel=1e-9)
+    predict = Predictor(handover, Asked(nonce="0", steps=5, served_dtype=served), tmp_path)
+    quick, last = predict.answers(photo(digit(0), "0.png", 1, 8))
+    assert (quick.method, last.method) == ("adjoint", "best")
+    assert 0 < quick.radius <= last.radius < (last.distance or 0) == quick.distance
+    assert f"(best, {words})" in last.words()
+    prover = certifier_of(predict.model, "best", served, "0", "l2")
+    image_BCHW, label_B = last.photo.image_CHW[None], torch.tensor([last.label])
+    assert last.radius == pytest.approx(float(radius_of(prover.analyse(image_BCHW, label_B))), rel=1e-9)
 
 
 def test_it_says_of_which_image_the_radius_is(predict: Predictor, digit: Encoded, answers: list[Answer]) -> None:

@@ -92,11 +92,11 @@ def stopped(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def test_rows_are_those_of_the_python_interface(module: str, digits: Path) -> None:
-    main(["evaluate", *on(digits, f"model={module}:fixed", "images=20", "block=10", "workers=2", "out=out")])
+    main(["evaluate", *on(digits, f"model={module}:fixed", "images=8", "block=4", "workers=2", "out=out")])
     rows, said = pd.read_parquet("out/evaluation.parquet"), json.loads(Path("out/evaluation.json").read_text())
     assert said["attention"] == "unknown", "nothing is claimed of another's model"
     data = stage_runs.data(digits)
-    keys, images, labels = next(iter(eval_loader(find(data, "test"), data, batch_size=20, limit=20)))
+    keys, images, labels = next(iter(eval_loader(find(data, "test"), data, batch_size=8, limit=8)))
     model = from_function(f"{module}:fixed").eval()
     radii = certified_radius(model, images, labels, method="adjoint", nonce="n")
     assert list(rows["key"]) == keys
