@@ -67,7 +67,7 @@ def one_image(parts: str, seed: int, norm: str) -> OneImage:
     certifier = Taylor(model, "a nonce", norm)
     ((_, analysis),) = certifier.analyse(x[2:], y[2:]).parts
     assert isinstance(analysis, ImageAnalysis)
-    e_B = (0.9 if norm == "l2" else 0.72) * analysis._first_order.end_B
+    e_B = (0.97 if norm == "l2" else 0.72) * analysis._first_order.end_B
     cut, balls = recorded(analysis._slabs)
     return OneImage(certifier, analysis, e_B, *in_slabs(analysis, e_B, cut), balls)
 
