@@ -22,9 +22,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.experiments import portable
 from benchmarks.msvp import first_images
 from benchmarks.record import record
+from benchmarks.trainings import portable
 from certify.taylor.taylor import Taylor, TaylorAnalysis
 from certizoo.config.compose import compose_config
 from certizoo.shards import DataConfig

@@ -21,8 +21,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from benchmarks.experiments import Training, attacked, loaded, portable, train
 from benchmarks.record import RESULTS, record
+from benchmarks.trainings import Training, attacked, loaded, portable, train
 from certify import certified_radius
 from certizoo import UserError
 from certizoo.attacks.auto import AutoAttack

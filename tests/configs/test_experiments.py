@@ -11,8 +11,10 @@ import torch
 import yaml
 
 import zoo
-from benchmarks import experiments, sentences
-from benchmarks.experiments import ATTACKS, TABLES, certified, markdown, of_sentences, run
+from benchmarks import experiments, sentences, trainings
+from benchmarks.experiments import markdown, run
+from benchmarks.paper_tables import TABLES, certified, of_sentences
+from benchmarks.trainings import ATTACKS
 from certizoo import UserError
 from certizoo.config import recipes
 from certizoo.config.compose import CONFIGS, compose_config
@@ -128,12 +130,12 @@ def reduced(real_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """
     table = replace(TABLES["table1_small"], rows=TABLES["table1_small"].rows[:1], seeds=(0, 1), images=50)
     monkeypatch.setattr(experiments, "TABLES", {"table1_small": table})
-    monkeypatch.setattr(experiments, "ROOT", tmp_path)
+    monkeypatch.setattr(trainings, "ROOT", tmp_path)
     monkeypatch.setattr(experiments, "RESULTS", tmp_path)
     monkeypatch.setattr(
         experiments, "record", lambda name, facts: (tmp_path / f"{name}.json").write_text(json.dumps(facts))
     )
-    monkeypatch.setattr(experiments, "BATCH", 50)
+    monkeypatch.setattr(trainings, "BATCH", 50)
     (tmp_path / "trainers").symlink_to(Path(__file__).parents[2] / "trainers")
     words = [f"data.root={real_data}", "data.train=cifar10-train-000000.tar", "data.test=cifar10-test-000000.tar"]
     words += ["model.depth=1", "train.batch_size=64", "train.max_steps=2", "train.precision=fp32"]
