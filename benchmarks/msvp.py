@@ -134,16 +134,17 @@ def command(track: str, overrides: Sequence[str]) -> str:
 
 
 def markdown(done: Sequence[Measured]) -> str:
-    """Format one line per lambda: mean and standard deviation over seeds, and no radius at which nothing is proved."""
+    """Format one line per lambda, mean and standard deviation over seeds, without columns of zeros."""
     columns, shown = list(done[0].accuracy), [eps for eps in EPS if any(one.certified[str(eps)] for one in done)]
+    medians = ["median radius"] if any(one.median_radius for one in done) else []  # 0 where half of all are wrong
     head = ["lambda", *(f"{name} %" for name in columns), *(f"certified at {eps:g} %" for eps in shown)]
-    head += ["median radius", "sigma_max of W_Q, W_K, W_V"]
+    head += [*medians, "sigma_max of W_Q, W_K, W_V"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for penalty in LAMBDAS:
         if runs := [one for one in done if one.penalty == penalty]:
             cells = [spread([one.accuracy[name] for one in runs], 1) for name in columns]
             cells += [spread([one.certified[str(eps)] for one in runs], 1) for eps in shown]
-            cells.append(spread([one.median_radius for one in runs], 4))
+            cells += [spread([one.median_radius for one in runs], 4) for _ in medians]
             cells.append(", ".join(spread([one.sigma_max[branch] for one in runs], 2) for branch in "qkv"))
             lines.append(f"| {float(penalty):g} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

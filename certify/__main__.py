@@ -8,6 +8,8 @@ image       photographs: class, radius, nearest attack  configs/image.yaml      
 serve       the same as a page on this machine          configs/serve.yaml      certify/photos/cli.py
 submit      make a leaderboard entry from results       configs/submit.yaml     certify/leaderboard/cli.py
 check       recheck an entry                            configs/check.yaml      certify/leaderboard/cli.py
+
+`python -m certify COMMAND --help` lists the keys of a command.
 """
 
 import logging

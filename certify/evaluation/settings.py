@@ -12,7 +12,7 @@ from certify.methods.served import require_served
 from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
 from certify.shared.bake import Model
-from certify.shared.ball import L2, known
+from certify.shared.ball import L2, NORMS
 from certizoo import UserError
 from certizoo.config.schema import Count, FilePath, OneOf, Section, Text, Whole
 
@@ -41,7 +41,7 @@ class Options(Section):
     """
 
     method: str | None = AUTO
-    norm: str = L2
+    norm: Annotated[str, OneOf(*NORMS)] = L2
     served_dtype: str | None = "float32"
     nonce: Text | None = None
     certificate: FilePath | None = None
@@ -57,7 +57,6 @@ class Options(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known(self.norm)
         if self.method and not self.certificate:
             require_served(self.served_dtype, self.method, "served_dtype")
         if self.served_dtype not in (None, "float32"):

@@ -38,7 +38,6 @@ class CheckKeys(Subject):
 
     files: tuple[PathText, ...] = ()
     results: tuple[PathText, ...] = ()
-    served_dtype: str | None = "float32"
     images: Count = 50
 
 
@@ -77,7 +76,7 @@ def check(config: Config) -> None:
     console = Console(highlight=False, markup=False)
     with progress_bar("certifying again", console) as progress:
         claimed = rows.rows_of([Path(folder) for folder in config["results"]], claim)
-        found = recheck.check(claim, handover, data, config["images"], claimed, config["served_dtype"], progress)
+        found = recheck.check(claim, handover, data, config["images"], claimed, progress)
     for words in found.words:
         console.print(words, markup=False, soft_wrap=True)
     if found.wrong:

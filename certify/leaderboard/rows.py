@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from certify.leaderboard import nonces
-from certify.leaderboard.entry import Entry, points
+from certify.leaderboard.entry import Entry, points, served_in
 from certify.leaderboard.of_results import failure_of, nonces_of, summary_of
 from certify.rows.row_schema import Row
 from certify.rows.summary import norm_of
@@ -18,7 +18,7 @@ from certify.stage.outcomes import CERTIFIED
 from certify.stage.run import ROWS
 from certizoo import UserError
 
-NEAR = 0.05  # largest relative difference of radii with another nonce, rounding or kernel
+NEAR = 0.05  # by this part of it a radius may be smaller with another nonce, rounding or kernel
 MAX_BYTES = 2**30
 
 Rows = dict[str, dict[str, Row]]  # norm -> key -> row
@@ -31,6 +31,8 @@ def rows_of(folders: list[Path], entry: Entry) -> Rows:
         summary, file = summary_of(folder), folder / ROWS
         if summary["weights_sha256"] != entry["weights_sha256"]:
             raise UserError(f"the rows in {folder} are of other weights; set results= to those of the entry")
+        if (of := summary.get("served_dtype")) != served_in(entry):
+            raise UserError(f"the rows in {folder} are of served_dtype={of or 'null'}; set results= to the entry's")
         if not file.is_file() or file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; set results= to another folder")
         of_rows = nonces_of([summary]), summary["weights_sha256"], summary["images_sha256"], failure_of([summary])
@@ -58,11 +60,11 @@ def shares(entry: Entry, rows: Rows) -> Iterator[str]:
 
 
 def forged(norm: str, again: list[Row], rows: Rows, method: str) -> Iterator[str]:
-    """Yield the rows that differ from those of the recheck."""
+    """Yield the rows that differ from those of the recheck, or claim more."""
     for row in again if norm in rows else ():
         said: Mapping[str, Any] = rows[norm].get(str(row["key"]), {})
         radius, stated = float(row[f"radius.{method}"]), float(said.get(f"radius.{method}", -1.0))
         if any(said.get(key) != row[key] for key in ("label", "prediction", "correct")):
             yield f"{norm}: image {row['key']} has another label or prediction than its row"
-        elif abs(stated - radius) > NEAR * max(radius, 1e-9):
+        elif stated - radius > NEAR * max(radius, 1e-9):
             yield f"{norm}: image {row['key']} has radius {radius:.4g}, its row says {stated:.4g}"

@@ -22,7 +22,7 @@ from certify.rows.devices import Device, device_of
 from certify.rows.draws import draws
 from certify.rows.intervals import NAMES, radius_in
 from certify.shared.bake import logit_differences
-from certify.shared.ball import known
+from certify.shared.ball import NORMS, known
 from certify.shared.certificate import Certifier
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
@@ -40,7 +40,7 @@ class Asked(Section):
     """The settings for certifying and attacking photographs: configs/image.yaml."""
 
     method: str = "auto"
-    norm: str = "l2"
+    norm: Annotated[str, OneOf(*NORMS)] = "l2"
     nonce: Text | None = None
     served_dtype: Annotated[str, OneOf("float32")] | None = "float32"
     steps: Annotated[int, Ge(1), Le(10_000)] = 40
@@ -48,7 +48,6 @@ class Asked(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known(self.norm)
         require_served(self.served_dtype, self.method, "served_dtype")
 
 

@@ -10,7 +10,7 @@ from certify.methods.served import require_served
 from certify.rows.devices import Device
 from certify.rows.workers import HERE, Crew
 from certify.shared.bake import Model
-from certify.shared.ball import L2, LINF, known
+from certify.shared.ball import L2, LINF, NORMS
 from certify.stage.outcomes import DEFAULT_ATTACK
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
@@ -32,7 +32,7 @@ class Settings(Section):
     """
 
     method: str = AUTO  # or another of NAMES
-    norm: str = L2
+    norm: Annotated[str, OneOf(*NORMS)] = L2
     images: Count | None = 500
     eps: tuple[Positive, ...] | None = None
     headline_eps: Positive | None = None
@@ -50,7 +50,6 @@ class Settings(Section):
         super().__post_init__()
         if self.method not in NAMES:
             raise unknown("certification method", self.method, NAMES)
-        known(self.norm)
         if not self.grid:
             raise UserError("certify.eps=[] has no radius; give some, such as certify.eps=[0.02,0.1]")
         require_radius("certify.eps", max(self.grid), self.norm)

@@ -149,7 +149,7 @@ def test_the_command_writes_a_picture_and_a_row_of_each(
         (["no.png", "model=cert_vit_c10"], "there is no file no.png"),
         (["no.png"], "set what to certify"),
         (["no.png", "model=dp_vit_ti"], "models with weights: cert_"),
-        (["no.png", "model=cert_vit_c10", "norm=l3"], "norm of a certificate"),
+        (["no.png", "model=cert_vit_c10", "norm=l3"], "norm='l3' is invalid; give one of l2, linf"),
         (["no.png", "model=cert_vit_c10", "steps=0"], "steps=0"),
         (["no.png", "model=cert_vit_c10", "stepps=3"], "steps"),
         (["no.png", "model=cert_vit_c10", "--fast"], "is a flag"),
