@@ -253,12 +253,13 @@ class Adjoint:
         return self.expand(images_BCHW, clean)
 
     def around(self, points_BCHW: Tensor, labels_B: Tensor) -> AdjointAnalysis:
-        """Return the adjoint terms around any points, float64, for the margins of these labels, of either sign."""
+        """Return the adjoint terms of L2 balls around any points, float64; margins of these labels have any sign."""
         margin_BJ, known_B = margins_of(self.baked(points_BCHW), labels_B), torch.ones_like(labels_B, dtype=torch.bool)
-        return self.expand(points_BCHW, Clean(labels_B, labels_B, margin_BJ, known_B, self.model.require_unchanged))
+        clean = Clean(labels_B, labels_B, margin_BJ, known_B, self.model.require_unchanged)
+        return self.expand(points_BCHW, clean, L2)
 
-    def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
-        """Return the adjoint terms of these images, float64, all of them correct."""
+    def expand(self, images_BCHW: Tensor, clean: Clean, norm: str | None = None) -> AdjointAnalysis:
+        """Return the adjoint terms of these images, float64, all of them correct; of balls in the certifier's norm."""
         points, lips, expansions = [images_BCHW], [], []
         for layer, expand in self.nodes:
             lips.append(layer(points[-1])[1])
@@ -269,7 +270,7 @@ class Adjoint:
         betas = [expansion.beta for expansion in expansions]
         roundings = [expansion.rounding for expansion in expansions]
         steps = [Step(*of_node) for of_node in zip(self.names, lips, betas, defects, roundings, strict=True)]
-        ball = Ball(self.norm, images_BCHW[0].numel())
+        ball = Ball(norm or self.norm, images_BCHW[0].numel())
         chain = Chain(ball, [expand for _, expand in self.nodes], points, expansions)
         measure = partial(operator_norms, expansions, images_BCHW, self._seed)
         return AdjointAnalysis(clean, steps, chain, self.head, measure, self._few(images_BCHW))

@@ -7,9 +7,10 @@ a_k <= <u, G> <= a_k+1 are within
 
     rho_k = (e^2 - a_k^2)^(1/2)    of the center    x_k = x + a_k u,
 
-and those with <u, G> <= a_1 within e of x. A stage around x_k bounds the fall of the margin without its slope s_k along
-u, and within the slab the slope adds at most s_k (a_k+1 - a_k). The a_k may be chosen freely: as far as the slab before
-allows. Proof: docs/proofs.md#slabs.
+and those with <u, G> <= a_1 within e of x. That is all that is known of them, so the balls around the centers are L2
+balls in Linf, too. A stage around x_k bounds the fall of the margin without its slope s_k along u, and within the slab
+the slope adds at most s_k (a_k+1 - a_k). The a_k may be chosen freely: as far as the slab before allows. Proof:
+docs/proofs.md#slabs.
 
 Letters: B images, I those that are open.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 from certify.adjoint.adjoint import AdjointAnalysis
 from certify.image.radius_stage import RadiusStage
 from certify.image.situation import Situation, slope
-from certify.shared.certificate import of_class
+from certify.shared.certificate import SLACK, of_class
 from zoo.arithmetic import OUT, U, broadcast_batch, nan_to_inf, product
 
 MOST = 8  # slabs of one ball
@@ -67,7 +68,8 @@ class Center:
 
     def spare(self, balls: Balls) -> Tensor:
         """Return what is left of the margin for the slope."""
-        return self.margin_B - nan_to_inf(self.rest_B + product(self.slope_B, balls.off_B))
+        slack_B = SLACK * (1 + self.margin_B.abs() + self.rest_B)
+        return self.margin_B - nan_to_inf(self.rest_B + product(self.slope_B, balls.off_B) + slack_B)
 
     def width(self, spare_B: Tensor, to_end_B: Tensor) -> Tensor:
         """Return the width of the slab, 0 where nothing is left."""
@@ -76,7 +78,7 @@ class Center:
 
 @dataclass(frozen=True)
 class Slabs:
-    """Bounds slab by slab, from adjoint terms around any points, by their labels, and a stage of these."""
+    """Bounds slab by slab, from adjoint terms of L2 balls around any points, by their labels, and a stage of these."""
 
     around: Callable[[Tensor, Tensor], AdjointAnalysis]
     stage: Callable[[Situation, Tensor], RadiusStage]

@@ -61,8 +61,8 @@ class ServedAdjoint(Adjoint):
         self.roundings = trunk_roundings(self.baked, self.precision)
         self.nodes = [_rounded(node, rounding) for node, rounding in zip(self.nodes, self.roundings, strict=True)]
 
-    def expand(self, images_BCHW: Tensor, clean: Clean) -> AdjointAnalysis:
-        exact = super().expand(images_BCHW, clean)
+    def expand(self, images_BCHW: Tensor, clean: Clean, norm: str | None = None) -> AdjointAnalysis:
+        exact = super().expand(images_BCHW, clean, norm)
         points = exact.chain.points
         mus = [_mu(rounding, x) for rounding, x in zip(self.roundings, points, strict=False)]
         return ServedAnalysis(exact, mus, head_error(self.head, points[-1], self.precision))

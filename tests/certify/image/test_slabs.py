@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from certify import certify
 from certify.image import slabs
 from certify.image.image import ImageAnalysis
 from certify.image.radius_stage import RadiusStage
@@ -123,6 +124,39 @@ def test_slabs_cover_the_ball(parts: str, seed: int) -> None:
         inside = changes[(along >= start) & (along <= end)]
         assert len(inside)
         assert ((inside + x - center[0].flatten()).norm(dim=1) <= radius_B).all()
+
+
+def turning(margin: float) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a model with m(x + G) = margin - <u, G> + h <u, G> <v, G> at a grey image, that image and its label.
+
+    u is along all pixels, v along the first one without its part along u. So the gradient turns towards one pixel, as
+    far as G goes along u, and in Linf that pixel may still move by all of eps.
+    """
+    pixels, scale = 64, 0.02
+    u, v = torch.ones(pixels) / pixels**0.5, torch.eye(pixels)[0] - 1 / pixels
+    v = v / v.norm()
+    rows = scale * torch.stack([u + v, -u - v, u - v, v - u, u, -u])
+    product_of = 0.6 / (4 * scale**2 * (2 / torch.pi) ** 0.5)  # gelu(z) + gelu(-z) = (2 / pi)^(1/2) z^2 + O(z^4)
+    weights = torch.tensor([product_of, product_of, -product_of, -product_of, -1 / scale, 1 / scale]) / 2
+    hidden, head = nn.Linear(pixels, 6), nn.Linear(6, 2)
+    with torch.no_grad():
+        hidden.weight.copy_(rows)
+        hidden.bias.copy_(-rows.sum(1) / 2)
+        head.weight.copy_(torch.stack([weights, -weights]))
+        head.bias.copy_(torch.tensor([margin / 2, -margin / 2]))
+    return nn.Sequential(nn.Flatten(), hidden, nn.GELU(), head).eval(), torch.full((1, 1, 8, 8), 0.5), torch.tensor([0])
+
+
+@pytest.mark.parametrize(
+    ("method", "margin"), mostly_slow(product(("image", "taylor", "best"), (1.07, 1.08, 1.09)), ("image", 1.07))
+)
+def test_in_linf_a_pixel_may_move_by_eps_around_every_center(method: str, margin: float) -> None:
+    model, x, y = turning(margin)
+    eps_B = torch.tensor([0.125], dtype=torch.float64)
+    assert float(attacked(model, x, y, eps_B, "linf", 8)) > 0
+    assert not certify(model, x, y, eps_B, method=method, norm="linf").certified_B.any()
+    enough, x, y = turning(1.25)
+    assert certify(enough, x, y, eps_B, method=method, norm="linf").certified_B.all()
 
 
 def test_a_slope_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
