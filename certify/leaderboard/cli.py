@@ -72,7 +72,7 @@ def check(config: Config) -> None:
     if not any(config.get(key) for key in ("handover", "version", "model")):
         config = config | {"model": claim["name"]}
     handover = handover_of(config)
-    data = data_of(_with_root(config, handover), handover)
+    data = data_of(config, handover)
     console = Console(highlight=False, markup=False)
     with progress_bar("certifying again", console) as progress:
         claimed = rows.rows_of([Path(folder) for folder in config["results"]], claim)
@@ -88,14 +88,3 @@ def _listed(config: Config) -> Config:
     """Return the config with `results` as a list; one folder needs no brackets."""
     given = config["results"]
     return config | {"results": [given] if isinstance(given, str) else given}
-
-
-def _with_root(config: Config, handover: Path) -> Config:
-    """Return the config with the data of the hand-over's own config, if only data.root=FOLDER is given."""
-    said = config["data"]
-    if set(said) != {"root"}:
-        return config
-    if said["root"] is None:
-        return config | {"data": None}
-    own = zoo.handover.read_config(handover).get("data")
-    return config | {"data": {**own, "root": said["root"], "cache": None} if isinstance(own, dict) else said}

@@ -55,7 +55,7 @@ def handover_of(config: Config) -> Path:
 
 def _of_function(name: str, config: Config) -> Path:
     """Return the folder of the model that MODULE:FUNCTION makes; `data` says which images it takes."""
-    if not config.get("data"):
+    if not _has_data(config):
         raise UserError(f"model={name} does not say which images it takes; add data=NAME data.root=FOLDER")
     data = config_of(config["data"], "the command")
     folder = Path(tempfile.mkdtemp(prefix="certizoo-"))
@@ -75,17 +75,26 @@ def out_of(config: Config, handover: Path, name: str) -> Path:
 
 
 def data_of(config: Config, handover: Path) -> DataConfig:
-    """Return `data`, or the training data if they are in a folder of this machine or `trust_data` is set.
+    """Return `data`, or the training data: in `data.root`, or as the hand-over says, if that is allowed.
 
-    Raises UserError if they are not images and labels that the model takes.
+    It is if they are in a folder of this machine or `trust_data` is set. Raises UserError if they are not images and
+    labels that the model takes.
     """
-    said = zoo.handover.read_config(handover)
-    if config.get("data"):
+    said, where = zoo.handover.read_config(handover), f"the config of {handover}"
+    root, own = (config.get("data") or {}).get("root"), said.get("data")
+    if _has_data(config):
         data = config_of(config["data"], "the command")
+    elif root and isinstance(own, dict):
+        data = replace(config_of({**own, "root": root}, where), mix=None, cache=None)
     else:
-        data = from_elsewhere(said.get("data"), f"the config of {handover}", trusted=config["trust_data"])
+        data = from_elsewhere(own, where, trusted=config["trust_data"])
     require_fit(data, said["model"])
     return replace(data, tokenizer=str(handover / zoo.handover.TOKENIZER)) if data.kind == TEXT else data
+
+
+def _has_data(config: Config) -> bool:
+    """Return whether the command names its data, and not only their folder."""
+    return bool(set(config.get("data") or {}) - {"root"})
 
 
 def share_of(config: Config) -> Share:

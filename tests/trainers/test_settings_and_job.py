@@ -135,7 +135,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "resume=yes": "give auto",
         "data.root=nowhere": "nowhere",
         "certify.eps=[]": "certify",
-        "certify.norm=l7": "choose one of l2, linf",
+        "certify.norm=l7": "give one of l2, linf",
         "certify.method=WRONG": "no certification method 'WRONG'",
         "registry.uri='http://me:secret@host'": "MLFLOW_TRACKING_URI",
     }

@@ -172,7 +172,7 @@ def from_elsewhere(said: object, where: str, *, trusted: bool) -> DataConfig:
         UserError: the file asks for more.
     """
     config = config_of(said, where)
-    own = "set data=NAME data.root=FOLDER yourself"
+    own = "set data.root=FOLDER yourself"
     if config.root.lower().startswith(PIPE):
         raise UserError(f"data.root={config.root[:200]} is a command that {where} names; {own}")
     if is_remote(config.root) and not trusted:

@@ -96,5 +96,5 @@ def test_the_smallest_ball_around_an_attacks_ball(of: str, norm: str, wanted: fl
 
 
 def test_a_norm_that_is_none_is_refused() -> None:
-    with pytest.raises(UserError, match="choose one of l2, linf"):
+    with pytest.raises(UserError, match="give one of l2, linf"):
         replace(SETTINGS, norm="l3")

@@ -85,6 +85,14 @@ def test_a_place_elsewhere_is_used_where_the_person_says_so(handover: Path) -> N
     assert own.root == "pipe:cat {shard}"
 
 
+def test_a_folder_alone_is_one_of_the_training_data(handover: Path) -> None:
+    naming(handover, {"root": "s3://bucket/set", "cache": "/somewhere", "test": "few-*.tar"})
+    found = data_of(config("data.root=here"), handover)
+    assert (found.root, found.test, found.cache) == ("here", "few-*.tar", None)
+    whole = data_of(config("data=digits", "data.root=here"), handover)
+    assert (whole.root, whole.test) == ("here", "digits-test-*.tar")
+
+
 @pytest.mark.hostile
 @pytest.mark.parametrize("cache", ["/root/.ssh", "~", ".", "../../x"])
 def test_nothing_is_written_where_a_config_says(cache: str, handover: Path, digits: Path) -> None:

@@ -168,7 +168,7 @@ def test_the_served_model_is_certified_in_linf(handover: Path, digits: Path, tmp
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"norm": "l1"}, "choose one of l2, linf"),
+        ({"norm": "l1"}, "give one of l2, linf"),
         ({"eps": (8.0,), "headline_eps": 8.0}, "8/255"),
         ({"eps": (0.02, 1.58), "headline_eps": 1.58}, "every image"),
         ({"headline_eps": 0.1}, "headline_eps=0.1 is not among"),
@@ -193,4 +193,4 @@ def test_the_command_in_linf(handover: Path, digits: Path, tmp_path: Path, capsy
     assert json.loads((tmp_path / stage.CERTIFICATE).read_text())["eps"] == [k / 255 for k in (1, 2, 4, 8)]
     with pytest.raises(SystemExit):
         main([f"handover={handover}", f"out={tmp_path}", "norm=l7"])
-    assert "choose one of l2, linf" in capsys.readouterr().err
+    assert "give one of l2, linf" in capsys.readouterr().err
