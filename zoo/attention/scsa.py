@@ -79,10 +79,8 @@ def scsa(module: ScaledCosineAttention) -> Layer:
 
     Proof: docs/proofs.md#scsa.
     """
-    if not module.eps > 0:
-        raise NoRule(module, f"its eps is {module.eps}; set it above 0")
     tau = abs(module.scale)
-    size = abs(module.nu) / math.sqrt(module.eps)
+    size = abs(module.nu) / _root(module)
 
     def gains(n: int) -> tuple[float, float, float]:
         if n == 1:
@@ -93,6 +91,13 @@ def scsa(module: ScaledCosineAttention) -> Layer:
     return global_layer(module, gains)
 
 
+def _root(module: ScaledCosineAttention) -> float:
+    """Return eps^1/2. Raises NoRule without one: then a row near 0 has no Lipschitz constant."""
+    if not module.eps > 0:
+        raise NoRule(module, f"its eps is {module.eps}; set it above 0")
+    return math.sqrt(module.eps)
+
+
 # local rules, and second order ----------------------------------------------------------------------------------------
 
 
@@ -101,7 +106,7 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
 
     Rows join by their maxima, as in zoo/layers/norms.py. Proof: docs/proofs.md#scsa.
     """
-    root = math.sqrt(module.eps)
+    root = _root(module)
     sizes_3 = (1 / root, 1 / root, module.nu / root)
 
     def leaves(projected_3BHNO: Tensor, first: Projection, own: Expansion, core: Expansion) -> tuple[Expansion, ...]:
@@ -145,7 +150,7 @@ def scsa_split(module: ScaledCosineAttention) -> Split:
 
 def _rounded(module: ScaledCosineAttention, precision: Precision) -> RoundedRows:
     """Bound the projections, then every row by itself."""
-    project, root = projected(module, precision), math.sqrt(module.eps)
+    project, root = projected(module, precision), _root(module)
 
     def around(x_BWND: Tensor) -> Rows:
         def row(of: Rounded, size: float) -> Rounded:

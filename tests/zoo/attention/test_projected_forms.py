@@ -179,6 +179,7 @@ def test_the_longest_of_rows_cannot_be_shorter_than_the_least_maximum() -> None:
     shortest = -ascend(lambda x: -x.abs().amax(-1), rows, whole, steps=60, starts=4)
     assert (shortest >= level - 1e-9).all()
     assert ((shortest - level) / rows.amax(-1) < 0.05).double().mean() > 0.5
+    assert (least_maximum(rows, torch.full((200,), 9.0).double()) == 0).all()
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])

@@ -1,16 +1,22 @@
-"""The rounding of softmax attention: what errors of scores do to rows, against ascent on errors and on the ball."""
+"""The rounding of softmax attention: what errors of scores do to rows, against ascent on errors and on the ball.
+
+And that of Lipschitz normalisation, whose divisor may vanish within a ball.
+"""
+
+import copy
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.tools.ascent import ascend
+from zoo.attention.lipschitz_norm import LipschitzNormAttention
 from zoo.attention.softmax.qkv import Mixing, MixingError
 from zoo.attention.softmax.rounding import Core, SquareSum
 from zoo.attention.softmax.rows import Rows
 from zoo.attention.theory.core import Score
 from zoo.bounds.contracts import Rounded
-from zoo.bounds.rounding import PRECISIONS
+from zoo.bounds.rounding import PRECISIONS, roundings_of
 
 H, N, WIDTH = 2, 5, 3
 FLOAT = PRECISIONS[torch.float32]
@@ -82,3 +88,52 @@ def test_the_sum_of_squares_moves_by_no_more_than_its_bound(kappa: float) -> Non
     for r in (0.05, 0.5, 3.0):
         assert ascend(beyond, torch.zeros(1, 2 * N * H * WIDTH).double(), torch.tensor([r]).double(), 100, 8) <= 1
     assert isinstance(known, SquareSum)
+
+
+def off_served(module: LipschitzNormAttention, x: Tensor, reach: float) -> Tensor:
+    """Return the largest error of the float32 module at float32 points within `reach` of x: a number."""
+    served, size, errors = copy.deepcopy(module).float(), x.numel(), []
+    torch.manual_seed(0)
+    for h in torch.randn(200, *x.shape):
+        point = (x + (reach / size**0.5) * h / h.abs().amax()).float()
+        errors.append((module(point.double()) - served(point).double()).norm())
+    return torch.stack(errors).amax()
+
+
+def lipschitz_norm(q: Tensor, k: Tensor, v: Tensor, out: float) -> LipschitzNormAttention:
+    """Return a module of one head with these weights (4, 4) of float32."""
+    module = LipschitzNormAttention(4, 1)
+    with torch.no_grad():
+        module.qkv.weight.copy_(torch.cat([q, k, v]))
+        module.qkv.bias.zero_()
+        module.proj.weight.copy_(out * torch.eye(4))
+        module.proj.bias.zero_()
+    return module.double()
+
+
+@pytest.mark.parametrize("r", [0.01, 0.05, 0.15, 0.3, 2.0])
+@torch.no_grad()
+def test_a_divisor_that_may_vanish_bounds_no_error(r: float) -> None:
+    """In the largest balls, two of the three norms of q, k and v may vanish together."""
+    large, small = torch.zeros(4, 4), torch.zeros(4, 4)
+    large[0], large[1] = torch.tensor([1e4, 0.0, 0.0, -1e4]), torch.tensor([9999.0, 0.0, 0.0, -9999.0])
+    small[0, 1] = 20.0
+    values = torch.zeros(4, 4)
+    values[0, 2] = 1.0
+    module = lipschitz_norm(large, small, values, 1.0)
+    x = torch.tensor([[[1.0001, 0.05, 1.0, 1.0], [0.9999, -0.05, -1.0, 1.0]]]).double()
+    (rounding,) = roundings_of(module, FLOAT)
+    found = rounding(x).error(torch.tensor([r]).double(), torch.zeros(1).double())
+    assert off_served(module, x, min(r, 1e-4)) <= found
+
+
+@pytest.mark.parametrize("size", [1e-17, 1e-19, 1e-20, 1e-21])
+@torch.no_grad()
+def test_squares_that_underflow_are_counted(size: float) -> None:
+    large, small, values = torch.zeros(4, 4), torch.zeros(4, 4), torch.zeros(4, 4)
+    large[0, 0], small[0, 1], values[0, 2] = 1e16, size, 1e-3 * size
+    module = lipschitz_norm(large, small, values, 1 / size)
+    x = torch.tensor([[[1.0, 1.0, 1.0, 1.0], [1.0, -1.0, -1.0, 1.0]]]).double()
+    (rounding,) = roundings_of(module, FLOAT)
+    found = rounding(x).error(torch.tensor([1e-3]).double(), torch.zeros(1).double())
+    assert off_served(module, x, 0.0) <= found

@@ -19,6 +19,7 @@ from zoo.bounds.contracts import Precision, Rounded
 from zoo.bounds.rounding import ROOT, TINY, in_range, size
 
 PAIRS = ((0, 1), (0, 2), (1, 2))
+UNDERFLOW = TINY**0.5  # above what a norm loses where squares of entries underflow
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Quotient:
     rows: Rows
     lengths: Sequence[Tensor]  # (B, W, H, N) of the rows that the largest are taken of; of q, the whole
     norms: Sequence[Tensor]
+    c: Tensor
     smallest: float  # lower bound of c
     precision: Precision
 
@@ -37,21 +39,21 @@ class Quotient:
         of_q, *others = (torch.linalg.vector_norm(one.y, dim=-1) for one in rows)
         lengths = torch.linalg.vector_norm(of_q, dim=-1, keepdim=True), *others
         norms = [one.amax(-1) for one in lengths]
-        found = Quotient(rows, lengths, norms, smallest, precision)
-        y = rows.q.y / found.least([torch.zeros_like(norm) for norm in norms])[..., None, None]
+        c = largest_product(norms).clamp_min(smallest)
+        found, y = Quotient(rows, lengths, norms, c, smallest, precision), rows.q.y / c[..., None, None]
         return Rows(Rounded(y, found.radius, lambda r, e: found.error(y, r, e)), rows.k, rows.v)
 
     def radius(self, r: Tensor) -> Tensor:
         """Bound |q'/c' - q/c| <= r_q / c' + |q| |c' - c| / (c c')."""
         moved = self._radii(r)
-        least, clean = self.least(moved), self.least([0 * one for one in moved])
-        turned = self.norms[0] * _apart(self.norms, moved) / (clean * least)
+        least = self.least(moved)
+        turned = self.norms[0] * _apart(self.norms, moved) / (self.c * least)
         return self.rows.q.radius(r) / least.amin((-2, -1)) + _joined(turned)
 
     def error(self, y: Tensor, r: Tensor, e: Tensor) -> Tensor:
         """Bound |q^/c^ - q'/c'| <= e_q / c^ + |q'| |c^ - c'| / (c^ c'); c^ itself is rounded by a share."""
         gamma, u, count = self.precision.gamma, self.precision.u, y[0, 0, 0].numel()
-        moved, off = self._radii(r), [one.error(r, e)[..., None, None] for one in self.rows]
+        moved, off = self._radii(r), [one.error(r, e)[..., None, None] + UNDERFLOW for one in self.rows]
         far, both = _sums(self.norms, moved), _sums(moved, off)
         exact, served, share = self.least(moved), self.least(both), gamma(2 * count + 20) + 8 * u
         turned = far[0] * (_apart(far, off) / (served * exact) + share / ((1 - share) * served))
@@ -79,14 +81,15 @@ def least_maximum(rows: Tensor, whole: Tensor) -> Tensor:
     """Return a lower bound of the largest of N lengths (..., N) after changes whose squares sum up to whole^2.
 
     Bringing the m longest rows down to L takes sum_j (row_j - L)^2 <= whole^2. Each m where L is below all of them
-    gives a bound.
+    gives a bound, which may be negative: then nothing is known.
     """
     longest = rows.sort(-1, descending=True).values
     count = torch.arange(1, rows.shape[-1] + 1, device=rows.device).to(rows)
     mean, square = longest.cumsum(-1) / count, longest.square().cumsum(-1) / count
     left = mean.square() - square * (1 - 8 * U * (count - 1)) + whole.square().unsqueeze(-1) / count
     level = mean - left.clamp_min(0).sqrt()
-    return torch.where((left >= 0) & (level <= longest), level, 0.0).amax(-1)
+    found = torch.where((left >= 0) & (level <= longest), level, 0.0).amax(-1)
+    return (found - 8 * U * longest[..., 0]).clamp_min(0)
 
 
 def _apart(norms: Sequence[Tensor], off: Sequence[Tensor]) -> Tensor:
