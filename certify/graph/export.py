@@ -72,6 +72,9 @@ def _graph(program: torch.export.ExportedProgram) -> Graph:
     if returned is not None and not returned.is_leaf():
         raise UserError(f"the model returns a {returned.type.__name__}, not a tensor; certify a module that returns "
                         "the logits alone, such as model(x).logits")  # fmt: skip
+    if signature.user_inputs_to_mutate:
+        raise UserError("the model writes to its images; certify one that leaves them as they are, without an in-place "
+                        "operation such as nn.ReLU(inplace=True) on its input")  # fmt: skip
     if signature.buffers_to_mutate:
         raise UserError(f"the model writes to {', '.join(signature.buffers_to_mutate.values())}; certify a module that "
                         "keeps no state in eval mode")  # fmt: skip

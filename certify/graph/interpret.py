@@ -91,7 +91,9 @@ class Walk:
             return _placed(self._evaluated(node, name, operands), path_of(node))
         except Unmapped as lacking:
             reason = str(lacking)
-        except (NotImplementedError, TypeError, ValueError, RuntimeError, IndexError, AssertionError) as error:
+        except (
+            NotImplementedError, TypeError, ValueError, RuntimeError, IndexError, AssertionError, AttributeError
+        ) as error:  # fmt: skip
             reason = f"its arguments are not mapped ({' '.join(str(error).split())[:120]})"
         self.faults.append(Fault(name, reason, line_of(node)))
         return Missing()
@@ -185,13 +187,13 @@ def _placed(found: Any, path: str) -> Any:
 def _of_product(name: str, args: Any, kwargs: Any) -> Any:
     """Return an allowed result of scores: times a number, masked, their softmax, or their product with values."""
     x, *rest = args
-    if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor):
+    if name in ("mul", "div") and isinstance(x, Product) and isinstance(rest[0], int | float | Tensor) and not kwargs:
         factor = float(torch.as_tensor(rest[0])) if torch.as_tensor(rest[0]).numel() == 1 else 0.0
         if not factor:
             raise Unmapped("scores of attention times a tensor")
         return rescaled(x, factor if name == "mul" else 1 / factor)
     if name == "add" and not kwargs and isinstance(other := x if isinstance(rest[0], Product) else rest[0], Tensor):
-        return shifted(rest[0] if other is x else x, other)
+        return shifted(rest[0] if other is x else x, other.double())  # of a mask of bool, torch adds 0 and 1
     if name == "masked_fill" and isinstance(x, Product) and isinstance(rest[0], Tensor):
         return without(x, *rest)
     if name == "where" and isinstance(x, Tensor):

@@ -18,7 +18,17 @@ from certify.graph.export import captured_graph
 from certify.graph.interpret import Fault, Walk
 from certify.graph.tree import TooLarge, Tree, named
 from certify.graph.values import Node, Unmapped, materialised
-from certify.shared.bake import Model, folded_copy, model_from, probes, refuse_process, refuse_sparse
+from certify.shared.bake import (
+    COARSE,
+    LOGIT_TOLERANCE,
+    Model,
+    folded_copy,
+    logit_differences,
+    model_from,
+    probes,
+    refuse_process,
+    refuse_sparse,
+)
 from certify.shared.certificate import batch_given
 from certizoo import UserError
 from zoo.bounds import integrity
@@ -29,13 +39,18 @@ ADVICE = "certify.explain(model, images) lists every layer; docs: 'My own model'
 
 
 class Captured(nn.Module):
-    """The steps up to the head, and the head: images (B, C, H, W) -> logits (B, J)."""
+    """The steps up to the head, and the head: images (B, C, H, W) of one shape -> logits (B, J)."""
 
-    def __init__(self, parts: nn.Sequential, head: nn.Linear) -> None:
+    def __init__(self, parts: nn.Sequential, head: nn.Linear, shape_CHW: tuple[int, ...]) -> None:
         super().__init__()
-        self.parts, self.head = parts, head
+        self.parts, self.head, self.shape_CHW = parts, head, shape_CHW
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
+        if tuple(x_BCHW.shape[1:]) != self.shape_CHW:
+            raise UserError(
+                f"the model was captured for images of {self.shape_CHW}, not of {tuple(x_BCHW.shape[1:])}; make a new "
+                "certifier for these"
+            )
         logits: Tensor = self.head(self.parts(x_BCHW))
         return logits
 
@@ -80,6 +95,7 @@ def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Mo
     if found.exact is None:
         raise NotCaptured(model, found.faults)
     _require_alike(served, found.exact, images)
+    _require_given(model, found.exact, images)
     return model_from(model, served, found.exact)
 
 
@@ -115,7 +131,7 @@ def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
         return Capture(None, [Fault("output", f"logits of the shape {end.shape}; return (B, classes)", "the result")])
     head = parts.pop()[1] if parts and type(parts[-1][1]) is nn.Linear else identity_head(end.shape[0])
     assert isinstance(head, nn.Linear)
-    return Capture(Captured(named(parts), head).double().eval().requires_grad_(False).to(device), [])
+    return Capture(Captured(named(parts), head, shape).double().eval().requires_grad_(False).to(device), [])
 
 
 def _image(end: Node) -> Node:
@@ -133,23 +149,44 @@ def identity_head(classes: int) -> nn.Linear:
 
 
 def _require_alike(served: nn.Module, exact: Captured, images_BCHW: Tensor) -> None:
-    """Raise UserError unless the captured function has the model's margins, in float64, and that at every call."""
+    """Raise UserError unless the captured function has the model's margins, in float64, at every call.
+
+    It is asked at images and near them, anywhere in the box, at its darkest and brightest image, in batches of another
+    size, and one by one.
+    """
     wide = copy.deepcopy(served).double()
     x = probes(images_BCHW.double().to(next(wide.parameters()).device))
+    x = torch.cat([x, torch.zeros_like(x[:1]), torch.ones_like(x[:1])])
     with torch.no_grad():
         try:
             given, again = wide(x), wide(x)
+            parts = [wide(part) for part in (x[:-2], *x[-3:].split(1))]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError, IndexError, ValueError) as error:
             shape = tuple(images_BCHW.shape[1:])
             raise UserError(f"the model does not take images of {shape}: {error}; pass images of its size") from None
         found = exact(x)
-    if given.shape != found.shape or not (_alike(given, found) and _alike(given, again)):
+    shapes = {tuple(part.shape[1:]) for part in (given, *parts)}
+    if shapes != {tuple(found.shape[1:])} or not all(
+        _alike(one, found) for one in (given, again, torch.cat([parts[0][:-1], *parts[1:]]))
+    ):
         raise UserError(
             f"{type(served).__name__} computes other logits than its captured graph; look for state that changes "
             "from call to call, or for a size that depends on the batch"
         )
+
+
+def _require_given(model: nn.Module, exact: Captured, images_BCHW: Tensor) -> None:
+    """Raise UserError unless the model itself, of which a copy is captured, has these margins as it is served."""
+    modes = [(module, module.training) for module in model.modules()]
+    weight = next(model.parameters())
+    tolerance = COARSE if weight.dtype is torch.bfloat16 else LOGIT_TOLERANCE
+    try:
+        logit_differences(model, exact, probes(images_BCHW.to(weight.device)), tolerance)
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _alike(given_BJ: Tensor, found_BJ: Tensor) -> bool:

@@ -168,8 +168,10 @@ def div(x: Any, y: Any, **kwargs: Any) -> Value:
 
 def batch_norm(x: Value, weight: Any, bias: Any, mean: Tensor, variance: Tensor, *options: Any) -> tuple[Value]:
     """Return torch's module with these numbers. The operation of the graph exists in eval mode only."""
+    if len(x.shape) > 4:
+        raise Unmapped("a batch norm of more than two axes beside its channels")
     kind = nn.BatchNorm2d if len(x.shape) == 4 else nn.BatchNorm1d
-    module = kind(len(mean), eps=float(options[-1]), affine=weight is not None)
+    module = kind(len(mean), eps=float(options[-1]), affine=weight is not None or bias is not None)
     module.load_state_dict({"running_mean": mean, "running_var": variance}, strict=False)
     _set(module, weight, bias)
     source = materialised(x)

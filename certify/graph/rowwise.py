@@ -74,7 +74,7 @@ def of_lengths(name: str, function: Any, args: Any, kwargs: Any) -> Any:
         return replace(x, least=max(x.least, float(rest[0])))
     if isinstance(x, Lengths) and name in ("expand", "expand_as", "unsqueeze", "view", "reshape", "clone", "alias"):
         return replace(x, row=function(x.row, *(arg.index if isinstance(arg, Value) else arg for arg in rest)))
-    if isinstance(x, Value) and name == "div" and isinstance(rest[0], Lengths):
+    if isinstance(x, Value) and name == "div" and isinstance(rest[0], Lengths) and not kwargs:
         return normalised(x, rest[0])
     raise Unmapped("lengths of a result of the image that do anything but divide it, as F.normalize does")
 

@@ -72,7 +72,7 @@ class Model:
         dtype = next(self.served.parameters()).dtype
         tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
         logit_differences(self.served, self.exact, probes(images_BCHW), tolerance)
-        prediction_B = self.served(images_BCHW.to(dtype)).argmax(-1)
+        prediction_B = self.served(images_BCHW.to(dtype, copy=True)).argmax(-1)  # it may write to them
         margin_BJ = margins_of(exact_BJ, labels_B)
         correct_B = (margin_BJ.amin(-1) > 0) & (prediction_B == labels_B)
         return Clean(prediction_B, labels_B, margin_BJ, correct_B, self.require_unchanged)

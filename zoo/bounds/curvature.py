@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zoo.arithmetic import U, broadcast_batch
 from zoo.bounds.contracts import Bound, Expand, Expansion, Layer, Node
-from zoo.bounds.first_order import added, layer_of, radii, trunk
+from zoo.bounds.first_order import Unmeasured, added, layer_of, radii, trunk
 from zoo.bounds.hypotheses import expanded_in_range
 from zoo.bounds.products import ABOVE, affine_rounding, chained
 from zoo.bounds.rule_table import Link, NoRule, rules_of, together
@@ -140,6 +140,8 @@ def composition(parts: Sequence[Node]) -> Expand:
 
     Proof: docs/proofs.md#composition.
     """
+    before_last = [(one.measured() if isinstance(one, Unmeasured) else one, expand) for one, expand in parts[:-1]]
+    parts = [*before_last, *parts[-1:]]
 
     def expand(x: Tensor) -> Expansion:
         layers, inputs, expansions = list[Layer](), list[Tensor](), list[Expansion]()

@@ -16,10 +16,11 @@ Some types have two rules: the published one, and a tighter one of our own, used
 `local` on to all its parts. Rules are kept in rule_table.py.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -39,6 +40,18 @@ class Step:
     def __call__(self, x: Tensor) -> tuple[Tensor, Bound]:
         y, bound = self.layer(x)
         return y, in_range(bound)
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """A layer whose rule is measured by `measured` only, because another bound of its radius is mostly as good."""
+
+    module: Callable[[Tensor], Tensor]
+    parts: tuple[nn.Module | str, ...]
+    measured: Callable[[], Layer]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Bound]:
+        return self.module(x), lambda r: torch.where(r > 0, torch.inf, torch.zeros_like(r))
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ def steps_of(layer: Layer) -> tuple[Layer, ...]:
 
 def parts_of(layer: Layer) -> tuple[nn.Module | str, ...]:
     """Return the names of a layer; a bare function has none."""
-    return layer.parts if isinstance(layer, Step | Chain) else ()
+    return layer.parts if isinstance(layer, Step | Unmeasured | Chain) else ()
 
 
 def radii(bounds: Sequence[Bound], r: Tensor) -> list[Tensor]:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
+from zoo.bounds.contracts import Layer, Node, Precision, Rounding
 from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
-from zoo.bounds.first_order import Step, added, chain, layer_of, parts_of, residual, residual_layer_of
+from zoo.bounds.first_order import Unmeasured, added, chain, layer_of, parts_of, residual, residual_layer_of
 from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
 from zoo.bounds.rule_table import Link, NoRule, together
 
@@ -24,7 +23,7 @@ class Residual:
     sum is one node, because J = I + J_branch has one norm.
 
     `first_order`: give the node its first-order rule too. ||J|| r + beta(r) is as good where it matters, and a rule
-    that measures I + branch again, as zeta does, costs more than everything else.
+    that measures I + branch again, as zeta does, costs more than everything else. Inside another branch it is measured.
     """
 
     def __init__(self, *branch: nn.Module | Link, first_order: bool = False) -> None:
@@ -46,16 +45,14 @@ class Residual:
         """Return the second-order nodes: see `Link`."""
         branch = [node for nodes in together(nodes_of, self.branch) for node in nodes]
         names = tuple(name for layer, _ in branch for name in parts_of(layer))
-        layer = self.layer(local=True) if self.first_order else Step(self._unmeasured, names)
+        measured = partial(self.layer, local=True)
+        layer = measured() if self.first_order else Unmeasured(self, names, measured)
         return [(layer, residual_expansion(composition(branch)))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
         """Return one rounding per node: see `Link`."""
         branch = [rounding for part in self.branch for rounding in roundings_of(part, precision)]
         return [residual_rounding(branch, precision)]
-
-    def _unmeasured(self, x: Tensor) -> tuple[Tensor, Bound]:
-        return self(x), lambda r: torch.where(r > 0, torch.inf, 0.0)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Move(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Append one constant an output entry to every image, and choose."""
         size, at = x[0].numel(), torch.arange(len(self.index), device=self.index.device)
-        with_constants = torch.cat([x.flatten(1), self.constant.expand(len(x), -1)], 1)
+        with_constants = torch.cat([x.reshape(len(x), -1), self.constant.expand(len(x), -1)], 1)
         return with_constants.index_select(1, torch.where(self.index < 0, size + at, self.index)).view(-1, *self.shape)
 
 
@@ -91,13 +91,13 @@ def move_expansion(module: Move) -> Expand:
     source, size = module.index[chosen], torch.Size(module.given).numel()
 
     def push(v: Tensor) -> Tensor:
-        flat = v.flatten(2)
+        flat = v.reshape(*v.shape[:2], -1)
         y = flat.new_zeros(*flat.shape[:2], len(module.index))
-        return y.index_copy(2, chosen, flat.index_select(2, source)).unflatten(2, module.shape)
+        return y.index_copy(2, chosen, flat.index_select(2, source)).view(*v.shape[:2], *module.shape)
 
     def pull(g: Tensor) -> Tensor:
-        flat = g.flatten(2).index_select(2, chosen)
-        return flat.new_zeros(*flat.shape[:2], size).index_add(2, source, flat).unflatten(2, module.given)
+        flat = g.reshape(*g.shape[:2], -1).index_select(2, chosen)
+        return flat.new_zeros(*flat.shape[:2], size).index_add(2, source, flat).view(*g.shape[:2], *module.given)
 
     def expand(x: Tensor) -> Expansion:
         y, bound = layer(x)
