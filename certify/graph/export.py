@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from textwrap import shorten
 
 import torch
 from torch import Tensor, fx, nn
@@ -104,14 +105,14 @@ def _refusal(model: nn.Module, error: Exception) -> str:
             f"{kind} decides by the values of an image, so it is not a single graph ({where}); "
             "replace the branch by torch.where, or take it out of forward"
         )
-    return f"{kind} cannot be captured by torch.export at {_last_line(error)}: {text[:160]}; see certify.explain"
+    said = shorten(text, 160, placeholder=" ...")
+    return f"{kind} cannot be captured by torch.export at {_last_line(error)}: {said}; see certify.explain"
 
 
 def _last_line(error: Exception) -> str:
-    """Return the innermost line outside torch that is in a file."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-    frames = [frame for frame in frames if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if "/certify/graph/" not in frame.filename] or frames
+    """Return the innermost line of the model's code that is in a file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not any(part in frame.filename for part in ("/torch/", "/certify/graph/"))]
     return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else "an unknown line"
 
 

@@ -146,7 +146,9 @@ def mul(x: Any, y: Any) -> Value:
     return scaled(x, y, 0, "scale") if isinstance(x, Value) else scaled(y, x, 0, "scale")
 
 
-def power(x: Value, exponent: Any) -> Value:
+def power(x: Any, exponent: Any) -> Value:
+    if isinstance(exponent, Value) or not isinstance(x, Value):
+        raise Unmapped("a power with an exponent that depends on the image")
     if exponent != 2:
         raise Unmapped(f"a power with the exponent {exponent}; squares have a rule")
     return mul(x, x)

@@ -14,7 +14,7 @@ from certify.graph.values import Unmapped, Value, materialised, step
 from zoo.primitives.pooling import Mean, WindowMax
 
 
-def mean(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
+def mean(x: Value, dims: Any = (), keepdim: bool = False, **kwargs: Any) -> Value:
     axes = sorted(axis % len(x.shape) for axis in ((dims,) if isinstance(dims, int) else dims))
     if not axes or axes[0] == 0:
         raise Unmapped("a mean over the images of a batch")
@@ -26,7 +26,7 @@ def mean(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
     return y
 
 
-def total(x: Value, dims: Any, keepdim: bool = False, **kwargs: Any) -> Value:
+def total(x: Value, dims: Any = (), keepdim: bool = False, **kwargs: Any) -> Value:
     axes = (dims,) if isinstance(dims, int) else dims
     count = torch.Size(x.shape[axis] for axis in axes).numel()
     return scaled(mean(x, dims, keepdim), count, 0, "count")

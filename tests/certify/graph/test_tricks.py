@@ -76,6 +76,9 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda model, x: model.logits(F.batch_norm(x.unsqueeze(2), model.mean, model.ones)),
         "a batch norm of more than two axes",
     ),
+    "a power of the image": (lambda model, x: model.logits(2**x), "an exponent that depends on the image"),
+    "the mean of the batch": (lambda model, x: model.logits(x - x.mean()), "over the images of a batch"),
+    "the sum of the batch": (lambda model, x: model.logits(x - x.sum()), "over the images of a batch"),
 }  # fmt: skip
 
 
