@@ -34,7 +34,7 @@ from certizoo import UserError
 from zoo.bounds import integrity
 from zoo.bounds.rule_table import Links, ModuleRules, NoRule, has_rules, register
 
-ALIKE = 1e-8  # captured against given logits in float64, relative to the largest
+ALIKE = 1e-8  # captured against given logits in float64, relative to the two that are compared
 ADVICE = "certify.explain(model, images) lists every layer; docs: 'My own model' shows how to add a rule"
 
 
@@ -191,5 +191,5 @@ def _require_given(model: nn.Module, exact: Captured, images_BCHW: Tensor) -> No
 
 def _alike(given_BJ: Tensor, found_BJ: Tensor) -> bool:
     """Return whether two functions have the same margins: a number that is added to all logits changes none."""
-    off_BJ = given_BJ - found_BJ
-    return bool(((off_BJ - off_BJ[:, :1]).abs() <= ALIKE * (1 + given_BJ.abs().amax())).all())
+    off_BJ, size_BJ = given_BJ - found_BJ, given_BJ.abs()
+    return bool(((off_BJ - off_BJ[:, :1]).abs() <= ALIKE * (1 + size_BJ + size_BJ[:, :1])).all())

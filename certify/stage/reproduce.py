@@ -22,8 +22,10 @@ def command(handover: Path, config: dict[str, Any], data: DataConfig, settings: 
     """
     name = config["model"]["name"]
     arguments = {"model": name, "out": "OUT"} if is_function(name) else {"handover": str(handover)}
-    if config.get("data") != asdict(data) or is_remote(data.root):
-        arguments |= {"data": data.name, "data.root": data.root}
+    own, given, moved = config.get("data"), asdict(data), {"root": None, "cache": None}
+    if own != given or is_remote(data.root):
+        arguments |= {} if isinstance(own, dict) and own | moved == given | moved else {"data": data.name}
+        arguments |= {"data.root": data.root}
     keys = [*KEYS, "nonce" if settings.beacon is None else "beacon"]
     arguments |= {key: _value(getattr(settings, key)) for key in keys}
     arguments |= {"first": str(first)} if first else {}

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -353,13 +354,22 @@ def test_averages_in_the_certificate_are_those_of_the_rows(summary: dict[str, An
         assert cost == pytest.approx(np.exp(np.log(right[f"growth.{name}"]).mean()))
 
 
+def test_of_data_that_moved_the_command_names_the_folder_alone(digits: Path) -> None:
+    own = data(digits)
+    config = {"model": {"name": "spec_vit_digits"}, "data": asdict(own)}
+    found = reproduce.command(Path("handover"), config, replace(own, root="elsewhere"), SETTINGS)
+    assert "data.root=elsewhere" in found
+    assert "data=" not in found
+    assert "data=digits data.root=" in reproduce.command(Path("handover"), config, replace(own, img_size=4), SETTINGS)
+
+
 def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, digits: Path) -> None:
     (shown,) = Page((out / stage.REPORT).read_text()).texts("pre", id="command")
     program, *arguments = shlex.split(shown)[2:]
     config = compose_config("certify", arguments)
     assert program == "certify"
     assert config["handover"] == str(handover)
-    assert config.get("data") is None, "the hand-over names the data"
+    assert config["data"] == {"root": None}, "the hand-over names the data"
     attack = AttackConfig(**config["attack"])
     assert attack == SETTINGS.attack
     for key in ("method", "images", "headline_eps", "batch_size"):
