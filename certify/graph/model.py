@@ -19,8 +19,6 @@ from certify.graph.interpret import Fault, Walk
 from certify.graph.tree import TooLarge, Tree, named
 from certify.graph.values import Node, Unmapped, materialised
 from certify.shared.bake import (
-    COARSE,
-    LOGIT_TOLERANCE,
     Model,
     folded_copy,
     logit_differences,
@@ -95,7 +93,7 @@ def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Mo
     if found.exact is None:
         raise NotCaptured(model, found.faults)
     _require_alike(served, found.exact, images)
-    _require_given(model, found.exact, images)
+    logit_differences(model, found.exact, probes(images.to(next(model.parameters()).device)))  # it is no copy
     return model_from(model, served, found.exact)
 
 
@@ -160,33 +158,19 @@ def _require_alike(served: nn.Module, exact: Captured, images_BCHW: Tensor) -> N
     with torch.no_grad():
         try:
             given, again = wide(x), wide(x)
-            parts = [wide(part) for part in (x[:-2], *x[-3:].split(1))]
+            parts = [wide(part) for part in (x[:-3], *x[-3:].split(1))]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError, IndexError, ValueError) as error:
             shape = tuple(images_BCHW.shape[1:])
             raise UserError(f"the model does not take images of {shape}: {error}; pass images of its size") from None
         found = exact(x)
-    shapes = {tuple(part.shape[1:]) for part in (given, *parts)}
-    if shapes != {tuple(found.shape[1:])} or not all(
-        _alike(one, found) for one in (given, again, torch.cat([parts[0][:-1], *parts[1:]]))
-    ):
+    same = given.shape == found.shape and all(part.shape[1:] == found.shape[1:] for part in parts)
+    if not (same and all(_alike(one, found) for one in (given, again, torch.cat(parts)))):
         raise UserError(
             f"{type(served).__name__} computes other logits than its captured graph; look for state that changes "
             "from call to call, or for a size that depends on the batch"
         )
-
-
-def _require_given(model: nn.Module, exact: Captured, images_BCHW: Tensor) -> None:
-    """Raise UserError unless the model itself, of which a copy is captured, has these margins as it is served."""
-    modes = [(module, module.training) for module in model.modules()]
-    weight = next(model.parameters())
-    tolerance = COARSE if weight.dtype is torch.bfloat16 else LOGIT_TOLERANCE
-    try:
-        logit_differences(model, exact, probes(images_BCHW.to(weight.device)), tolerance)
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _alike(given_BJ: Tensor, found_BJ: Tensor) -> bool:

@@ -31,7 +31,7 @@ def rows_of(folders: list[Path], entry: Entry) -> Rows:
         summary, file = summary_of(folder), folder / ROWS
         if summary["weights_sha256"] != entry["weights_sha256"]:
             raise UserError(f"the rows in {folder} are of other weights; set results= to those of the entry")
-        if (of := summary.get("served_dtype")) != served_in(entry):
+        if (of := served_in(summary)) != served_in(entry):
             raise UserError(f"the rows in {folder} are of served_dtype={of or 'null'}; set results= to the entry's")
         if not file.is_file() or file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; set results= to another folder")

@@ -70,8 +70,7 @@ class Model:
                 f"the model does not take images of {shape}: {error}; pass images of the size it was made for"
             ) from None
         dtype = next(self.served.parameters()).dtype
-        tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
-        logit_differences(self.served, self.exact, probes(images_BCHW), tolerance)
+        logit_differences(self.served, self.exact, probes(images_BCHW))
         prediction_B = self.served(images_BCHW.to(dtype, copy=True)).argmax(-1)  # it may write to them
         margin_BJ = margins_of(exact_BJ, labels_B)
         correct_B = (margin_BJ.amin(-1) > 0) & (prediction_B == labels_B)
@@ -228,17 +227,18 @@ def logit_difference(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) ->
     return float(logit_differences(model, baked, images_BCHW).max())
 
 
-def logit_differences(
-    model: nn.Module, baked: nn.Module, images_BCHW: Tensor, tolerance: float = LOGIT_TOLERANCE
-) -> Tensor:
-    """Return the same image by image: (B,)."""
-    was_training = model.training
+def logit_differences(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """Return the same image by image: (B,). Every module of the model keeps its mode."""
+    dtype, modes = next(model.parameters()).dtype, [(module, module.training) for module in model.modules()]
+    tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
     model.eval()
-    with torch.no_grad():
-        dtype = next(model.parameters()).dtype
-        served = model(images_BCHW.to(dtype)).double()
-        exact = baked(images_BCHW.double())
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            served = model(images_BCHW.to(dtype)).double()
+            exact = baked(images_BCHW.double())
+    finally:
+        for module, training in modes:
+            module.training = training
     top_B1 = exact.argmax(-1, keepdim=True)
     margin_BJ, served_margin_BJ = (logits.gather(1, top_B1) - logits for logits in (exact, served))
     off_BJ = (served_margin_BJ - margin_BJ).abs()

@@ -12,7 +12,7 @@ from certify.methods.served import certifier_of
 from certify.rows.devices import DTYPES, InType, device_of
 from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
-from certify.shared.bake import COARSE, LOGIT_TOLERANCE, logit_differences
+from certify.shared.bake import logit_differences
 from certify.stage import substitutions
 from certify.stage.outcomes import POSITION_ONLY, rows_of
 from certify.stage.settings import Settings
@@ -55,8 +55,7 @@ class CertifyBatch:
         return [rows[key] for key in keys]
 
     def _rows(self, keys: list[str], images: Tensor, labels: Tensor) -> list[Row]:
-        tolerance = COARSE if self.settings.served_dtype == "bfloat16" else LOGIT_TOLERANCE
-        differences = logit_differences(self.model, self.certifier.baked, images, tolerance).tolist()
+        differences = logit_differences(self.model, self.certifier.baked, images).tolist()
         rows = rows_of(
             self.certifier,
             self.model,

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from certizoo import UserError
@@ -43,15 +42,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Unmeasured:
+class Unmeasured(Step):
     """A layer whose rule is measured by `measured` only, because another bound of its radius is mostly as good."""
 
-    module: Callable[[Tensor], Tensor]
-    parts: tuple[nn.Module | str, ...]
     measured: Callable[[], Layer]
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Bound]:
-        return self.module(x), lambda r: torch.where(r > 0, torch.inf, torch.zeros_like(r))
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ def steps_of(layer: Layer) -> tuple[Layer, ...]:
 
 def parts_of(layer: Layer) -> tuple[nn.Module | str, ...]:
     """Return the names of a layer; a bare function has none."""
-    return layer.parts if isinstance(layer, Step | Unmeasured | Chain) else ()
+    return layer.parts if isinstance(layer, Step | Chain) else ()
 
 
 def radii(bounds: Sequence[Bound], r: Tensor) -> list[Tensor]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from zoo.bounds.contracts import Layer, Node, Precision, Rounding
+from zoo.bounds.contracts import Bound, Layer, Node, Precision, Rounding
 from zoo.bounds.curvature import affine_expansion, composition, nodes_of, residual_expansion
 from zoo.bounds.first_order import Unmeasured, added, chain, layer_of, parts_of, residual, residual_layer_of
 from zoo.bounds.rounding import NO_BOUND, residual_rounding, roundings_of
@@ -46,13 +47,16 @@ class Residual:
         branch = [node for nodes in together(nodes_of, self.branch) for node in nodes]
         names = tuple(name for layer, _ in branch for name in parts_of(layer))
         measured = partial(self.layer, local=True)
-        layer = measured() if self.first_order else Unmeasured(self, names, measured)
+        layer = measured() if self.first_order else Unmeasured(self._unmeasured, names, measured)
         return [(layer, residual_expansion(composition(branch)))]
 
     def roundings(self, precision: Precision) -> list[Rounding]:
         """Return one rounding per node: see `Link`."""
         branch = [rounding for part in self.branch for rounding in roundings_of(part, precision)]
         return [residual_rounding(branch, precision)]
+
+    def _unmeasured(self, x: Tensor) -> tuple[Tensor, Bound]:
+        return self(x), lambda r: torch.where(r > 0, torch.inf, torch.zeros_like(r))
 
 
 @dataclass(frozen=True)
