@@ -102,8 +102,8 @@ def _refusal(model: nn.Module, error: Exception) -> str:
     if type(error).__name__.startswith("GuardOnDataDependent") or "data-dependent" in text:
         where = f"{asked[1]}, line {asked[2]}: {asked[3].strip()}" if asked else _last_line(error)
         return (
-            f"{kind} decides by the values of an image, so it is not a single graph ({where}); "
-            "replace the branch by torch.where, or take it out of forward"
+            f"{kind} decides by the values of a tensor, so it is not a single graph ({where}); replace the branch by "
+            "torch.where, or, if the tensor is a weight, take the decision in __init__"
         )
     said = shorten(text, 160, placeholder=" ...")
     return f"{kind} cannot be captured by torch.export at {_last_line(error)}: {said}; see certify.explain"
@@ -140,6 +140,7 @@ def line_of(node: fx.Node) -> str:
     """Return the module and the line of code that a node comes from."""
     path = path_of(node)
     lines = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', node.meta.get("stack_trace") or "")
+    lines = [line for line in lines if not line[0].startswith("<")]  # code that torch generated
     lines = [line for line in lines if "/torch/" not in line[0]] or lines
     where = f"{lines[-1][0]}, line {lines[-1][1]}: {lines[-1][2].strip()}" if lines else ""
     return ", ".join(part for part in (path, where) if part) or "an unknown line"

@@ -110,7 +110,7 @@ class Walk:
         if not any(isinstance(operand, OF_AN_IMAGE) for operand in operands):
             return self._constant(node, args, kwargs)
         if name not in COMPARISONS and (other := other_type(node)):
-            raise Unmapped(f"a result of {other}; compute in the type of the weights")
+            raise Unmapped(f"a result of {other}; compute in the type of the weights, without torch.autocast")
         if any(isinstance(operand, LogProbabilities) for operand in operands):
             raise Unmapped("log_softmax before another operation; it has a rule only as the last one")
         if any(isinstance(operand, Comparison) for operand in operands):

@@ -10,11 +10,12 @@ Letters: B images, J classes.
 
 import copy
 from dataclasses import dataclass
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
 
-from certify.graph.export import captured_graph
+from certify.graph.export import BATCH, captured_graph
 from certify.graph.interpret import Fault, Walk
 from certify.graph.tree import TooLarge, Tree, named
 from certify.graph.values import Node, Unmapped, materialised
@@ -100,12 +101,27 @@ def with_rules(model: nn.Module, images_BCHW: Tensor, labels_B: Tensor) -> nn.Mo
 def prepared(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode with folded parametrisations. Raises UserError unless it is a plain module."""
     refuse_process()
-    if "_orig_mod" in dict(integrity.parts_of(model)):
-        raise UserError("the model is compiled; certify the model inside, model._orig_mod")
+    for path, module in integrity.modules_of(model):
+        _refuse_without_code(path or "the model", module)
     refuse_sparse(model)
     if next(model.parameters(), None) is None:
         raise UserError(f"{type(model).__name__} has no parameters to have been trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
+
+
+def _refuse_without_code(name: str, module: nn.Module) -> None:
+    """Raise UserError for a module whose own code cannot be traced, or whose weights cannot be copied."""
+    state = vars(module)
+    if "_orig_mod" in state.get("_modules", {}):
+        raise UserError(f"{name} is compiled; certify the model inside, {name.removeprefix('the ')}._orig_mod")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UserError(f"{name} is TorchScript, whose operations cannot be traced; certify the model it was made from")
+    hooked = [key for key, value in state.items() if isinstance(value, Tensor) and not value.is_leaf]
+    if hooked:
+        raise UserError(
+            f"{name} keeps {hooked[0]} as a result, as torch.nn.utils.weight_norm and spectral_norm do; call torch.nn."
+            "utils.remove_weight_norm or remove_spectral_norm on it, or use those of torch.nn.utils.parametrizations"
+        )
 
 
 def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
@@ -114,6 +130,7 @@ def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
         raise UserError(f"{type(served).__name__} has no weights; pass a model that maps images to logits")
     device = next(served.parameters()).device
     wide = copy.deepcopy(served).double().cpu()
+    _require_accepted(served, wide, shape)
     walk = Walk(captured_graph(wide, shape), wide)
     value = walk.result()
     if value is None:
@@ -130,6 +147,31 @@ def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
     head = parts.pop()[1] if parts and type(parts[-1][1]) is nn.Linear else identity_head(end.shape[0])
     assert isinstance(head, nn.Linear)
     return Capture(Captured(named(parts), head, shape).double().eval().requires_grad_(False).to(device), [])
+
+
+def _require_accepted(served: nn.Module, wide: nn.Module, shape: tuple[int, ...]) -> None:
+    """Raise UserError if the float64 model does not run on images of this shape; it says if the served one does."""
+    if not (said := _said(wide, shape)):
+        return
+    if refused := _said(served, shape):
+        raise UserError(f"the model does not take images of {shape}: {refused}; pass images of its size")
+    raise UserError(
+        f"the model does not run in float64: {said}; register every weight and constant as a parameter, buffer or "
+        "module (nn.ModuleList for lists), so that model.double() reaches it"
+    )
+
+
+@torch.no_grad()
+def _said(model: nn.Module, shape: tuple[int, ...]) -> str:
+    """Return what the model says of images that it does not take, else an empty text."""
+    like = next(model.parameters())
+    try:
+        model(torch.full((BATCH, *shape), 0.5, dtype=like.dtype, device=like.device))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, IndexError, TypeError, ValueError) as error:
+        return shorten(str(error), 160, placeholder=" ...") or type(error).__name__
+    return ""
 
 
 def _image(end: Node) -> Node:

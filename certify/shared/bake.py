@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from certify.shared.certificate import Clean, margins_of
 from certify.shared.unchanged import Snapshot
@@ -126,6 +127,8 @@ def refuse_impostor(model: nn.Module) -> None:
 def refuse_sparse(model: nn.Module) -> None:
     """Raise UserError for weights whose numbers cannot be read one by one."""
     for path, tensor in integrity.tensors_of(model):
+        if is_lazy(tensor):
+            raise UserError(f"{path} has no numbers yet; call the model once, or remove the layer if it is not used")
         if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"{path} holds no dense numbers; load or dequantise the weights first")
 
@@ -142,14 +145,19 @@ def folded_copy(model: nn.Module) -> nn.Module:
     The copy is compared with the model, because a module of unknown type may copy itself as another.
     """
     copied = folded(model)
-    given = {path: integrity.kind_of(module) for path, module in integrity.modules_of(model) if _outlives(path)}
-    if {path: type(module) for path, module in integrity.modules_of(copied)} != given:
+    given = {path: _kind(module) for path, module in integrity.modules_of(model) if _outlives(path)}
+    if {path: _kind(module) for path, module in integrity.modules_of(copied)} != given:
         raise UserError("a copy of the model has different modules from the model; remove its own __deepcopy__")
     weights = dict(integrity.tensors_of(copied))
     for path, tensor in integrity.tensors_of(model):
         if _outlives(path) and not _equal(weights.get(path), tensor):
             raise UserError(f"{path} differs in a copy of the model; remove its own __deepcopy__")
     return copied
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Return the type of the module, without what torch derives from it for this object alone."""
+    return fx.GraphModule if isinstance(module, fx.GraphModule) else integrity.kind_of(module)
 
 
 def _outlives(path: str) -> bool:

@@ -23,6 +23,7 @@ class Snapshot:
 
     model: weakref.ref[nn.Module]
     modules: dict[str, weakref.ref[nn.Module]]
+    options: dict[str, str]
     tensors: dict[str, weakref.ref[Tensor]]
     marks: dict[str, Mark]
     digests: dict[str, bytes]
@@ -33,6 +34,7 @@ class Snapshot:
         return Snapshot(
             weakref.ref(model),
             {path: weakref.ref(module) for path, module in modules.items()},
+            _options(model),
             {path: weakref.ref(tensor) for path, tensor in tensors.items()},
             {path: _mark(tensor) for path, tensor in tensors.items()},
             {path: _digest(tensor) for path, tensor in tensors.items()},
@@ -55,6 +57,10 @@ class Snapshot:
         for path in {**self.modules, **modules}:
             if path not in modules or path not in self.modules or self.modules[path]() is not modules[path]:
                 return f"the module {path}"
+        options = _options(model)
+        for path in {**self.options, **options}:
+            if options.get(path) != self.options.get(path):
+                return f"the attribute {path}"
         for path in {**self.tensors, **tensors}:
             if path not in tensors or path not in self.tensors:
                 return f"the weights of {path}"
@@ -63,6 +69,16 @@ class Snapshot:
             if (digests or not same) and _digest(tensor) != self.digests[path]:
                 return f"the weights of {path}"
         return None
+
+
+def _options(model: nn.Module) -> dict[str, str]:
+    """Return the numbers and texts of every module, such as a stride or a scale, as text; not its mode."""
+    return {
+        f"{path}.{key}" if path else key: repr(value)
+        for path, module in integrity.modules_of(model)
+        for key, value in integrity.options_of(module)
+        if key != "training"
+    }
 
 
 def _mark(tensor: Tensor) -> Mark:

@@ -72,6 +72,13 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield key, tensor
 
 
+def options_of(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield the attributes of the module itself that are numbers, texts, or tuples of them."""
+    for key, value in _state(module).items():
+        if all(type(one) in PLAIN for one in (value if type(value) is tuple else (value,))):
+            yield key, value
+
+
 def stored(module: nn.Module, path: str) -> Tensor | None:
     """Return a parameter or buffer by its path, or None if none is stored there, as for a parametrised weight."""
     *parts, name = path.split(".")

@@ -272,6 +272,15 @@ def test_weights_that_change_later_are_noticed() -> None:
         made.analyse(x, y)
 
 
+def test_an_attribute_that_changes_later_is_noticed() -> None:
+    model, x = Of(lambda x: x.relu()).eval(), torch.rand(2, 3, SIZE, SIZE)
+    model.__dict__["scale"] = 1.0
+    certificates = certifier(model, "adjoint", batch=(x, torch.zeros(2).long()))
+    model.__dict__["scale"] = -1.0
+    with pytest.raises(UserError, match="the attribute scale changed"):
+        certificates.analyse(x, torch.zeros(2).long())
+
+
 @pytest.mark.slow
 def test_a_module_with_rules_of_its_own_stays_whole() -> None:
     model, x, y = settled(lambda: Tokens(SmoothProject(8)))

@@ -58,8 +58,12 @@ def narrowed(model: Any) -> None:
     model.to(torch.bfloat16).to(torch.float32)
 
 
+def other_option(model: Any) -> None:
+    model.blocks[0].attn.num_heads = 1
+
+
 SEEN: dict[str, Callable[[Any], None]] = {
-    f.__name__: f for f in (negate, other_weight, other_module, one_more, one_less, narrowed)
+    f.__name__: f for f in (negate, other_weight, other_module, one_more, one_less, narrowed, other_option)
 }
 CHANGES = SEEN | {f.__name__: f for f in (negate_data, negate_numbers)}  # and without torch noticing
 PARTS: dict[str, Callable[[Any, Any], Any]] = {

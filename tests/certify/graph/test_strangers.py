@@ -1,0 +1,132 @@
+"""Models as they are found elsewhere: certified, or refused in one line that says what to do."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from certify import certified_radius
+from certizoo import UserError
+
+SHAPE = (3, 4, 4)
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 3)).eval()
+
+
+def called(model: nn.Module) -> nn.Module:
+    """Call it with gradients, as in training."""
+    model(torch.rand(1, *SHAPE))
+    return model
+
+
+def with_weight_norm() -> nn.Module:
+    model = plain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(model[1])
+    return called(model)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: nn.Module = torch.jit.trace(plain(), torch.rand(1, *SHAPE))
+    return found
+
+
+def compiled_part() -> nn.Module:
+    model = plain()
+    model.add_module("2", torch.compile(nn.Identity()))  # type: ignore[arg-type]
+    return model
+
+
+class Lists(nn.Module):
+    """Layers in a plain list, which model.double() does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.more = nn.Linear(48, 3), [nn.Linear(3, 3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.more[0](self.fc(x.flatten(1)))
+        return found
+
+
+class WithUnusedLazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.extra = nn.Linear(48, 3), nn.LazyLinear(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.fc(x.flatten(1))
+        return found
+
+
+class Signed(nn.Module):
+    """A decision by a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(48, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.fc(x.flatten(1)) if self.fc.weight.sum() > 0 else -self.fc(x.flatten(1))
+        return found
+
+
+class InHalf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(48, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found: Tensor = self.fc(x.flatten(1))
+        return found.float()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "the older weight_norm": (with_weight_norm, "1 keeps weight as a result.* call torch.nn.utils.remove_weight_norm"),
+    "a lazy layer that was never called": (WithUnusedLazy, "extra.weight has no numbers yet; call the model once"),
+    "TorchScript": (scripted, "certify the model it was made from"),
+    "a compiled part": (compiled_part, "2 is compiled; .* 2._orig_mod"),
+    "layers in a list": (Lists, r"does not run in float64: .* register every weight .*nn\.ModuleList"),
+    "a branch on a weight": (Signed, "decides by the values of a tensor.* take the decision in __init__"),
+    "autocast inside": (InHalf, "without torch.autocast"),
+    "images of another size": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(7, 3)),
+        r"does not take images of \(3, 4, 4\).* pass images of its size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_one_line(name: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(UserError, match=words) as refused:
+        certified_radius(make().eval(), torch.rand(2, *SHAPE), torch.tensor([0, 1]), method="lofast")
+    assert "\n" not in str(refused.value)
+
+
+HELD: dict[str, Callable[[], nn.Module]] = {
+    "traced by torch.fx": lambda: fx.symbolic_trace(plain()),
+    "in DataParallel": lambda: nn.DataParallel(plain()),
+    "a lazy layer that was called": lambda: called(nn.Sequential(nn.Flatten(), nn.LazyLinear(3))),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+@torch.no_grad()
+def test_it_has_the_radius_of_the_plain_model(name: str) -> None:
+    model, x, plainly = HELD[name]().eval(), torch.rand(2, *SHAPE), plain()
+    if name.startswith("a lazy"):
+        model.load_state_dict(plainly.state_dict())
+    y = plainly(x).argmax(-1)
+    expected = certified_radius(plainly, x, y, method="lofast", nonce="strangers")
+    assert expected.min() > 0
+    torch.testing.assert_close(certified_radius(model, x, y, method="lofast", nonce="strangers"), expected)
