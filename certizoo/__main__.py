@@ -1,6 +1,6 @@
 """`certizoo COMMAND ...`, the single program of an installed package, with every command of `python -m`.
 
-It imports nothing of the project. A command runs by its module name in this process. `train` replaces this process by
+It imports no command itself. A command runs by its module name in this process. `train` replaces this process by
 DeepSpeed's launcher, so that signals and exit statuses are the launcher's own.
 """
 

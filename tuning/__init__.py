@@ -1,4 +1,4 @@
-"""Searches: spaces, trials and their display. Only `tune.py` imports this package.
+"""Searches: spaces, trials and their display.
 
-Importing it is cheap; Ray is imported by `tuning/driver.py` alone.
+Importing it is cheap. Ray is imported by driver.py and what it uses of nodes.py, memory.py and gauges.py.
 """

@@ -1,4 +1,4 @@
-"""The only module that imports Ray Tune (https://docs.ray.io): trials, schedulers, searchers, restart, resume.
+"""The driver of Ray Tune (https://docs.ray.io): trials, schedulers, searchers, restart, resume.
 
 A trial reports its evaluations, each with the checkpoint written after it. They contain the objectives on a few images
 that the trainer certifies itself; the last report contains those of the certificate. Schedulers compare the first

@@ -19,13 +19,14 @@ from certify.evaluation.protocol import attack_of, covering
 from certify.evaluation.refuted import Found, refuse
 from certify.evaluation.settings import Settings
 from certify.methods.served import certifier_of
-from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.devices import DTYPES, device_of
 from certify.rows.draws import draws
 from certify.rows.row_schema import Kind, Row, RowSchema, amount, chance, flag, perhaps, real, whole
 from certify.rows.workers import Batch
 from certify.shared.bake import logit_differences
 from certify.shared.ball import L2
 from certizoo.attacks.attack import Attack
+from certizoo.attacks.guard import Forward
 from certizoo.attacks.losses import margin
 from certizoo.attacks.norms import distance
 from zoo.models.sentences import by_length
@@ -189,4 +190,4 @@ def row_schema_of(settings: Settings, attacks: Mapping[str, Attack]) -> RowSchem
 
 def in_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
     """Return the model that is attacked; its adversarial points are judged by the model itself."""
-    return model if dtype is None else InType(deepcopy(model).to(DTYPES[dtype]))
+    return model if dtype is None else Forward(deepcopy(model).to(DTYPES[dtype]))

@@ -1,6 +1,6 @@
 """The answer for one photograph: the class, its margin, the proved radius, and the nearest attack that was found."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import floor
@@ -175,20 +175,24 @@ class Predictor:
         return self._certifiers[norm]
 
     def __call__(self, photo: Photo, norm: str | None = None) -> Answer:
-        """Return the last of the `answers`."""
-        *_, last = self.answers(photo, norm)
-        return last
+        """Return the answer of the method that is asked for."""
+        return next(self._answers(photo, known(norm or self.asked.norm), [self.method]))
 
     def answers(self, photo: Photo, norm: str | None = None) -> Iterator[Answer]:
-        """Answer a photograph, before a slow method also by a quick one; the attack is the same.
+        """Answer a photograph, before a slow method also by a quick one; the attack is the same."""
+        ball = known(norm or self.asked.norm)
+        yield from self._answers(photo, ball, self.certifiers_of(ball))
+
+    def _answers(self, photo: Photo, norm: str, methods: Iterable[str]) -> Iterator[Answer]:
+        """Answer by these methods.
 
         Raises UnsoundCertificate, with both images kept, if the attack is within a radius.
         """
-        norm = known(norm or self.asked.norm)
         image_CHW, attacked = photo.image_CHW.to(self.device), None
         with torch.no_grad():
             label = int(self.model(image_CHW[None]).argmax(-1))
-        for method, prover in self.certifiers_of(norm).items():
+        for method in methods:
+            prover = self.certifiers_of(norm)[method]
             logit_differences(self.model, prover.baked, image_CHW[None])
             analysis = prover.analyse(image_CHW[None], torch.tensor([label], device=self.device))
             radius = float(radius_of(analysis))

@@ -3,24 +3,12 @@
 from typing import Annotated
 
 import torch
-from torch import Tensor, nn
 
 from certizoo import UserError
 from certizoo.config.schema import OneOf
 
 Device = Annotated[str, OneOf("cpu", "cuda")]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class InType(nn.Module):
-    """A model in another type, between float32 images and float32 logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.dtype = model, next(model.parameters()).dtype
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.model(x_BCHW.to(self.dtype)).float()
 
 
 def device_of(worker: int, name: str) -> torch.device:

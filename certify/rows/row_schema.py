@@ -19,10 +19,6 @@ class Listed(NamedTuple):
     label: int
 
 
-def text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def whole(value: object) -> bool:
     return type(value) is int
 

@@ -35,7 +35,6 @@ Work = Callable[[Batch], list[Row]]
 Make = Callable[[Path, int], Work]  # (hand-over, worker number) -> work
 PATIENCE = 2.0  # seconds that idle workers get to end
 HERE, RAY = "here", "ray"
-PLACES = (HERE, RAY)
 
 
 @dataclass(frozen=True)

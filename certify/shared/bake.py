@@ -226,17 +226,12 @@ def _refuse(baked: nn.Module) -> None:
             raise UserError(f"{name} holds NaN or infinite values; certify an earlier checkpoint or train again")
 
 
-def logit_difference(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> float:
-    """Return max |served logits - baked logits| on these images.
+def logit_differences(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> Tensor:
+    """Return max |served logits - baked logits| image by image: (B,). Every module of the model keeps its mode.
 
     Raises UserError if the margins of the predicted class differ for any image or class: huge logits of one do not
     excuse another.
     """
-    return float(logit_differences(model, baked, images_BCHW).max())
-
-
-def logit_differences(model: nn.Module, baked: nn.Module, images_BCHW: Tensor) -> Tensor:
-    """Return the same image by image: (B,). Every module of the model keeps its mode."""
     dtype, modes = next(model.parameters()).dtype, [(module, module.training) for module in model.modules()]
     tolerance = COARSE if dtype is torch.bfloat16 else LOGIT_TOLERANCE
     model.eval()

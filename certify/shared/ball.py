@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from certizoo.nearest import unknown
-from zoo.arithmetic import U, product
+from zoo.arithmetic import U
 
 L2, LINF = "l2", "linf"
 NORMS = (L2, LINF)
@@ -53,10 +53,6 @@ class Ball:
         """
         flat = g.flatten(-3)
         return flat.abs().sum(-1) / self._spread if self.norm == LINF else torch.linalg.vector_norm(flat, dim=-1)
-
-    def fall(self, g: Tensor, eps_B: Tensor) -> Tensor:
-        """Return how far linear functions with these gradients can fall: (..., B)."""
-        return product(self.length(g), self.radius(eps_B))
 
     def eps_within(self, radius: Tensor) -> Tensor:
         """Return the eps of the balls inside L2 balls of these radii, without rounding: a guess, not a bound."""

@@ -9,13 +9,14 @@ from torch import Tensor
 import zoo
 from certify.api import captured
 from certify.methods.served import certifier_of
-from certify.rows.devices import DTYPES, InType, device_of
+from certify.rows.devices import DTYPES, device_of
 from certify.rows.row_schema import Row
 from certify.rows.workers import Batch
 from certify.shared.bake import logit_differences
 from certify.stage import substitutions
 from certify.stage.outcomes import POSITION_ONLY, rows_of
 from certify.stage.settings import Settings
+from certizoo.attacks.guard import Forward
 from zoo.models.sentences import by_length
 
 
@@ -36,7 +37,7 @@ class CertifyBatch:
         dtype = settings.served_dtype
         self.certifier = certifier_of(model, settings.method, dtype, settings.nonce, settings.norm)
         if dtype is not None:
-            self.model = InType(copy.deepcopy(self.model).to(DTYPES[dtype]))
+            self.model = Forward(copy.deepcopy(self.model).to(DTYPES[dtype]))
 
     def __call__(self, batch: Batch) -> list[Row]:
         """Return the rows of `outcomes.rows_of`, with two further columns.

@@ -44,7 +44,6 @@ def publish(
     version = publish_version(
         folder,
         name=registered_name,
-        loader_module="certify.served",
         tags={**credentials.redacted(tags), **tables.tags(summary), champion.IMAGES: champion_images},
         description=(folder / CARD).read_text(),
         metrics=tables.metrics(summary),

@@ -42,7 +42,7 @@ class Settings(Section):
     nonce: Text | None = None  # of random starts; None: that of existing rows, or a new one
     beacon: str | None = None  # text published after weights and images; the nonce is derived from all three
     served_dtype: str | None = "float32"  # or 'bfloat16': the model as it is served; None: its float64 function
-    on: Annotated[str, OneOf("here", "ray")] = HERE  # ray: actors of a cluster; the rows are the same to rounding
+    on: Annotated[str, OneOf("here", "ray")] = HERE  # ray: tasks of a cluster; the rows are the same to rounding
     workers: Count | None = None  # processes that share the images; None: one here, or as many as fit the cluster
     device: Device = "cpu"  # cuda: every process takes the next GPU
 

@@ -3,9 +3,8 @@
     share of pairs (j, w), w one of the K words nearest to word i_j, with ||e(w) - e(i_j)||_2 <= radius
 
 A sentence in which one such word replaces another lies in the certified ball, in L2 and in Linf, so that it keeps its
-class. The nearest
-words are candidates for synonyms, no more: training decides what lies near. Unknown words are not replaced, nor do
-they replace.
+class. The nearest words are candidates for synonyms, no more: training decides what lies near. Unknown words are not
+replaced, nor do they replace.
 
 Letters: n known words of a sentence, V words of the vocabulary, D width, K neighbours.
 """

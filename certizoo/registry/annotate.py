@@ -15,9 +15,7 @@ from certizoo.text import plain
 logger = logging.getLogger(__name__)
 
 
-def annotate(
-    reference: str, tags: Mapping[str, str], metrics: Mapping[str, float], weights_sha256: str, uri: str | None = None
-) -> Version:
+def annotate(reference: str, tags: Mapping[str, str], metrics: Mapping[str, float], weights_sha256: str) -> Version:
     """Add measurements of these weights to a version, and metrics to its run and logged model.
 
     Tags of the certificate are never changed.
@@ -28,7 +26,7 @@ def annotate(
     Raises:
         UserError: the version does not exist, it has other weights, or MLflow does not answer.
     """
-    target = store.resolve_uri(uri)
+    target = store.resolve_uri()
     version = browse.find(reference, target)
     _check(version, tags, weights_sha256)
     with store.one_line(target):

@@ -81,7 +81,6 @@ def issue(folder: Path, uri: str | None, eps: str = EPS, **changes: Any) -> Publ
     tags = changes.pop("all_tags", None) or tags_of(folder, eps) | changes.pop("tags", {})
     given = {
         "name": "tiny",
-        "loader_module": "tests.tools.loader",
         "tags": tags,
         "description": "# Card\nall of it",
         "metrics": {},

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from certizoo.shards.read import cores
+from certizoo.shards.streams import cores
 from trainers.job.checkpoint import Saved
 from trainers.objectives import SECOND_ORDER
 from trainers.settings import OptimizerConfig

@@ -20,7 +20,7 @@ BATCH = 8  # images certified together; the time limit is checked between batche
 
 
 def probe(job: Job, engine: Engine, average: Average | None, epoch: int) -> dict[str, float]:
-    """Return {"certified_acc.EPS", "pgd_acc.EPS", "certified_images"} after an epoch (counted from 0).
+    """Return {"certified_acc.EPS", "certified_near.EPS", "pgd_acc.EPS", "certified_images"} after epoch 0, 1, ...
 
     Collective. Ranks other than 0 return {} and wait for rank 0 at the next collective operation. Rank 0 also returns
     {} if no probe is due.

@@ -11,7 +11,7 @@ body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 sy
 main { max-width: 60rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.7rem; margin: 0; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; } p { margin: .4rem 0; max-width: 46rem; }
-a { color: var(--certified); } code, pre, .code { font-family: ui-monospace, monospace; font-size: .85em; }
+a { color: var(--certified); } code, pre { font-family: ui-monospace, monospace; font-size: .85em; }
 .dim, caption, figcaption dt { color: var(--dim); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .8rem; margin: 1.2rem 0; }
 .tiles div { background: var(--card); border-radius: .5rem; padding: .7rem .9rem; }
@@ -21,7 +21,7 @@ table { border-collapse: collapse; width: 100%; margin: .6rem 0; font-variant-nu
 caption { text-align: left; padding: .2rem 0; }
 th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td.text { text-align: left; overflow-wrap: anywhere; }
-th[scope=row] { font-weight: 500; } tr.headline { background: var(--card); }
+th[scope=row] { font-weight: 500; }
 td.bar { width: 45%; } td.bar i { display: block; height: .8rem; margin-top: .35rem; background: var(--certified); }
 svg { display: block; width: 100%; height: auto; background: var(--card); border-radius: .5rem; }
 svg text { fill: var(--dim); font: 12px system-ui, sans-serif; }

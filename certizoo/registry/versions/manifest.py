@@ -15,7 +15,6 @@ from certizoo.commit import code_sha256, git_commit
 from certizoo.documents import read_json, read_yaml
 from certizoo.files import sha256
 from certizoo.registry.server import store
-from certizoo.registry.versions import version_tags
 from certizoo.text import plain
 
 logger = logging.getLogger(__name__)
@@ -34,20 +33,11 @@ def write(folder: Path) -> dict[str, str]:
 
 
 def verify(folder: Path, tags: Mapping[str, str], what: str) -> None:
-    """Raise UserError unless the files in `folder` are those that the tags of `what` bind.
-
-    Earlier code bound the certificate only, and through it the weights; a warning says so.
-    """
-    if TAG in tags:
-        _same_digest(folder, FILE, tags[TAG], what)
-        _as_listed(folder, what)
-        return
-    if DIGEST in tags:
-        _same_digest(folder, CERTIFICATE, tags[DIGEST], what)
-        weights = read_json(folder / CERTIFICATE).get(version_tags.WEIGHTS)
-        if weights:
-            _same_digest(folder, WEIGHTS, weights, what)
-    logger.warning("%s was published by earlier code: its tags bind certificate and weights only", what)
+    """Raise UserError unless the files in `folder` are those that the tags of `what` bind."""
+    if TAG not in tags:
+        raise UserError(f"{what} has no tag {TAG}, so nothing binds its files; publish its run again")
+    _same_digest(folder, FILE, tags[TAG], what)
+    _as_listed(folder, what)
 
 
 def verify_loaded(folder: Path) -> None:
@@ -63,7 +53,7 @@ def verify_loaded(folder: Path) -> None:
         _as_listed(folder, what)
         logger.warning("%s is unknown to this registry; its files agree with their own list only", what)
     else:
-        logger.warning("%s was published by earlier code, or is incomplete: its files are not bound", what)
+        logger.warning("%s has no list of its files, so nothing binds them", what)
     _say_other_code(folder)
 
 

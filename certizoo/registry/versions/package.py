@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("torch", "torchvision", "timm", "numpy", "safetensors", "pyyaml")  # libraries that models are built with
 FILES = "files"  # name of the published files' folder
+LOADER = "certify.served"  # the module by which MLflow loads a version; a name, as only certify/ imports it
 LOCATION = f"data/{FILES}"  # its place inside a logged model
 SUFFIXES = {".safetensors", ".yaml", ".json", ".md", ".html", ".png", ".svg", ".csv", ".parquet", ".txt"}
 OWN = (run_folder.STATE, run_folder.PUBLICATION, manifest.FILE)  # files of this package, if they lie there
@@ -45,7 +46,6 @@ def log_model(
     files: Path,
     *,
     name: str,
-    loader_module: str,
     tags: dict[str, str],
     metrics: Mapping[str, float],
     run_id: str,
@@ -64,7 +64,7 @@ def log_model(
         warnings.filterwarnings("ignore", message=".*input example", category=UserWarning)
         mlflow.pyfunc.save_model(
             Path(scratch) / "model",
-            loader_module=loader_module,
+            loader_module=LOADER,
             data_path=str(files),
             pip_requirements=requirements(),
             signature=signature(),

@@ -8,7 +8,6 @@ from before the first step until after the last. `sync` therefore completes an i
 import json
 import logging
 import os
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from certizoo import UserError
-from certizoo.commit import ROOT
 from certizoo.config.schema import checked
 from certizoo.documents import read_json
 from certizoo.files import disk_errors, sha256, write_whole
@@ -60,7 +58,6 @@ class Request:
 
     folder: str
     name: str
-    loader_module: str
     tags: dict[str, str]
     description: str
     metrics: dict[str, float]
@@ -73,7 +70,6 @@ def publish(
     folder: Path,
     *,
     name: str,
-    loader_module: str,
     tags: Mapping[str, object],
     description: str,
     metrics: Mapping[str, float],
@@ -89,8 +85,6 @@ def publish(
     Args:
         folder: the hand-over, with its certificate.
         name: of the registered model.
-        loader_module: name of an importable module with `_load_pyfunc(folder) -> object with predict(images)`, by
-            which `mlflow.pyfunc.load_model` builds the model from the published files.
         tags: figures of the certificate; must hold `dataset` and the tag named by `headline`, the accuracy in
             [0, 1] that the alias `champion` goes by.
         description: the model card, Markdown.
@@ -104,7 +98,6 @@ def publish(
     request = Request(
         folder=os.path.relpath(Path(folder).resolve(), run_dir.resolve()),  # a run folder may be moved
         name=name,
-        loader_module=loader_module,
         tags={runs.clean_name(key): str(value) for key, value in tags.items()},
         description=description,
         metrics={key: float(value) for key, value in metrics.items()},
@@ -171,7 +164,7 @@ def waiting(run_dir: Path) -> Request | None:
         return None
     try:
         request = Request(**checks.mapping(read_json(path), "the content"))
-        for name in ("folder", "name", "loader_module", "experiment", "headline", "uri"):
+        for name in ("folder", "name", "experiment", "headline", "uri"):
             checks.text(getattr(request, name), name)
         checks.text(request.description, "description", MAX_CARD)
         for name, tag in checks.mapping(request.tags, "tags").items():
@@ -197,19 +190,11 @@ def check(request: Request, run_dir: Path) -> None:
         raise UserError(f"{certificate} does not belong to the weights beside it; certify them again")
     checked("registered model name", request.name, checks.ModelName)
     checked("experiment", request.experiment, checks.ExperimentName)
-    if not _is_ours(request.loader_module):
-        raise UserError(f"loader_module {request.loader_module!r} is not a module of the project; name one")
     for tag in ("dataset", request.headline):
         if tag not in request.tags:
             raise UserError(f"tag {tag!r} is missing from the publication of {request.name}; add it to tags")
     if (wrong := version_tags.contradiction(request.tags, said)) is not None:
         raise UserError(f"{run_dir / request.folder} is not published because its tag {wrong}; certify it again")
-
-
-def _is_ours(module: str) -> bool:
-    """Return True for a module of the project; nothing is imported to find out."""
-    words = re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", module, re.ASCII)
-    return words is not None and (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
 
 
 def _send_another_first(run_dir: Path, name: str, uri: str) -> None:
@@ -300,7 +285,6 @@ def _create(client: "MlflowClient", request: Request, folder: Path, run_id: str,
             client,
             files,
             name=request.name,
-            loader_module=request.loader_module,
             tags=tags,
             metrics=request.metrics,
             run_id=run_id,

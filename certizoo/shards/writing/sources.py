@@ -122,7 +122,7 @@ def _listed(items: list[tuple[Path, int]], only: Path) -> list[tuple[Path, int]]
     return listed
 
 
-def digits(seed: int = 0, test_fraction: float = 0.2) -> dict[str, list[tuple[NDArray[np.uint8], int]]]:
+def digits(seed: int = 0) -> dict[str, list[tuple[NDArray[np.uint8], int]]]:
     """Return the 1797 handwritten digits of scikit-learn (8 x 8, gray), split 1437 / 360 and balanced by class."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -130,9 +130,7 @@ def digits(seed: int = 0, test_fraction: float = 0.2) -> dict[str, list[tuple[ND
     bunch = load_digits()
     images_NHW = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # the set counts ink from 0 to 16
     labels_N = bunch.target.tolist()
-    train, test = train_test_split(
-        np.arange(len(labels_N)), test_size=test_fraction, random_state=seed, stratify=labels_N
-    )
+    train, test = train_test_split(np.arange(len(labels_N)), test_size=0.2, random_state=seed, stratify=labels_N)
     picked = {"train": sorted(train), "test": sorted(test)}
     return {split: [(images_NHW[i], labels_N[i]) for i in indices] for split, indices in picked.items()}
 

@@ -1,7 +1,6 @@
 """Write shards: shuffled by seed, reproducible byte for byte, and never partial under the final name."""
 
 import io
-import logging
 import random
 import re
 from collections import Counter
@@ -25,7 +24,6 @@ from certizoo.shards.format.manifest import ShardInfo
 from certizoo.shards.format.tar import TEXT
 from certizoo.text import shown
 
-log = logging.getLogger(__name__)
 EXTENSION_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with a second view
 MAX_SOURCE_PIXELS = 170_000_000  # with `resize`; Pillow itself stops at 179 million
 MEND_FILE = "repair or remove the file"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from certify import certified_radius
 from certify.adjoint.adjoint import Adjoint
 from certify.methods.lofast import LocalLoFAST, LoFAST
-from certify.shared.bake import bake, logit_difference
+from certify.shared.bake import bake, logit_differences
 from certizoo import UserError
 from tests.tools.ascent import ascend
 from tests.tools.cases import mostly_slow
@@ -209,4 +209,4 @@ def test_huge_logits_of_one_image_do_not_excuse_another(classes: slice, sign: in
     with torch.no_grad():
         baked.head.bias[0] += 0.5
     with pytest.raises(UserError, match="does not reproduce"):
-        logit_difference(model, baked, x)
+        logit_differences(model, baked, x)

@@ -132,15 +132,10 @@ def test_the_loader_of_published_versions_asks(uri: str, tmp_path: Path, monkeyp
     assert asked == [tmp_path / "nothing"]
 
 
-def test_a_version_of_earlier_code_is_bound_by_its_certificate_and_says_so(
-    uri: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_version_that_lost_the_tag_of_its_files_is_not_fetched(uri: str) -> None:
+    """Whoever may write tags and files could otherwise replace both."""
     store.connect(uri).delete_model_version_tag("tiny", "1", manifest.TAG)
-    with caplog.at_level(logging.WARNING, logger="registry"):
-        kept = browse.download("tiny/1")
-    assert "published by earlier code" in caplog.text
-    swap(kept, "weights")
-    with pytest.raises(UserError, match=r"model\.safetensors is not what was published"):
+    with pytest.raises(UserError, match="no tag files_sha256, so nothing binds its files"):
         browse.download("tiny/1")
 
 

@@ -22,8 +22,9 @@ from certizoo.reading import Reading
 from certizoo.shards import DataConfig, ShardSet
 from certizoo.shards.batch import Batch
 from certizoo.shards.plan import segments, share
-from certizoo.shards.read import EvalBatches, EvalStream, TrainBatches
+from certizoo.shards.read import EvalBatches, TrainBatches
 from certizoo.shards.ring import Page, fresh_pages
+from certizoo.shards.streams import EvalStream
 from certizoo.shards.views.augment import augmentation, flip_crop, mix
 
 SIZE = 8
