@@ -49,7 +49,10 @@ def sole_writer(folder: Path, what: str, fix: str) -> Iterator[None]:
 
     Raises UserError at once if another process, or this one, holds it; `fix` states what else the user can do.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{folder} is no folder, or lies below a file; {fix}") from None
     with locked(folder / LOCK, wait=False) as free:
         if not free:
             raise UserError(f"{folder}: another process writes {what} here ({_holder(folder)}); wait for it, or {fix}")

@@ -10,7 +10,7 @@ from certify.evaluation.certified import Certified
 from certify.methods import AUTO, named
 from certify.methods.served import require_served
 from certify.rows.devices import Device
-from certify.rows.workers import HERE, Crew
+from certify.rows.workers import HERE, Crew, Workers
 from certify.shared.bake import Model
 from certify.shared.ball import L2, NORMS
 from certizoo import UserError
@@ -52,7 +52,7 @@ class Options(Section):
     check_images: Whole = 32
     attack_dtype: Annotated[str, OneOf("bfloat16")] | None = None
     on: Annotated[str, OneOf("here", "ray")] = HERE
-    workers: Count | None = None
+    workers: Workers = None
     device: Device = "cpu"
 
     def __post_init__(self) -> None:

@@ -104,4 +104,6 @@ def share_of(config: Config) -> Share:
 
 def settings_of(kind: type[S], config: Config, **given: object) -> S:
     """Return settings of this class: `given`, and the keys of the same names for all others."""
+    if missing := [name for name in hints(kind) if name not in given and name not in config]:
+        raise UserError(f"the key {missing[0]} is missing; give {missing[0]}=VALUE instead of deleting it")
     return section_of(kind, {name: config[name] for name in hints(kind) if name not in given} | given)

@@ -203,7 +203,7 @@ def _same_subject(path: Path, subject: Row) -> None:
 def _said(note: Path) -> Row:
     """Read a `subject.json`."""
     if not note.exists():
-        raise UserError(f"{note.parent} holds rows without the {SUBJECT} that describes them; remove that folder")
+        raise UserError(f"{note.parent} is no folder of results, as it has no {SUBJECT}; choose another out=DIR")
     content = read_json(note)
     if not isinstance(content, dict):
         raise UserError(f"{note} does not describe these results; remove {note.parent}")

@@ -16,7 +16,7 @@ from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from certify.rows.row_schema import Row
 from certizoo import UserError
+from certizoo.config.schema import Ge, Le
 from certizoo.memory import keep_freed_memory
 from zoo.user_models import trust, trusted
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Batch = tuple[list[str], Tensor, Tensor]  # keys, images (B, C, H, W), labels (B,)
 Work = Callable[[Batch], list[Row]]
+Workers = Annotated[int, Ge(1), Le(1024)] | None
 Make = Callable[[Path, int], Work]  # (hand-over, worker number) -> work
 PATIENCE = 2.0  # seconds that idle workers get to end
 HERE, RAY = "here", "ray"
@@ -45,7 +47,7 @@ class Crew:
     """
 
     on: str = HERE
-    workers: int | None = None
+    workers: Workers = None
     device: str = "cpu"
 
 

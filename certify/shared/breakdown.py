@@ -72,18 +72,17 @@ def shares(steps: Sequence[str], gradient_KB: Tensor, radii: Sequence[Tensor], r
     return Breakdown("share", costs)
 
 
-def columns(breakdown: Breakdown) -> list[dict[str, float | None]]:
+def columns(breakdown: Breakdown) -> list[dict[str, float]]:
     """Return one mapping per image from '<quantity>.<step>' to a number.
 
-    All values of an image are None if one of them is not finite. The list is empty if there are no steps.
+    The mapping is empty if one value of the image is not finite. The list is empty if there are no steps.
     """
     if not breakdown.costs:
         return []
     costs_BK = torch.stack(list(breakdown.costs.values()), dim=-1)
     keys = [f"{breakdown.quantity}.{name}" for name in breakdown.costs]
     return [
-        dict(zip(keys, values if all(map(math.isfinite, values)) else [None] * len(keys), strict=True))
-        for values in costs_BK.tolist()
+        dict(zip(keys, values, strict=True)) if all(map(math.isfinite, values)) else {} for values in costs_BK.tolist()
     ]
 
 

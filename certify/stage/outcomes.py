@@ -127,7 +127,7 @@ def rows_of(
     analysis = certifier.analyse(images_BCHW, labels_B)
     radius_B, statuses = answers(analysis, eps_grid, search_radii)
     seconds = (time.perf_counter() - start) / len(keys)
-    costs: list[dict[str, float | None]] = [{} for _ in keys]
+    costs: list[dict[str, float]] = [{} for _ in keys]
     if explain_at is not None and isinstance(analysis, Explained):
         costs = columns(analysis.breakdown(explain_at)) or costs
     ball = replace(attack, norm=analysis.ball.norm)
@@ -178,6 +178,8 @@ def row_schema_of(method: str, eps_grid: Sequence[float]) -> RowSchema:
         """Check that radii, certificates, attacks and clean answers are nested."""
         if row["correct"] and row["prediction"] != row["label"]:
             return f"is correct with prediction {row['prediction']} and label {row['label']}"
+        if row["correct"] and not row["margin"] > 0:
+            return f"is correct with a margin of {row['margin']}"
         for eps in eps_grid:
             certified, survives = row[f"certified.{eps:g}"] == CERTIFIED, row[f"pgd.{eps:g}"]
             if row[f"radius.{method}"] >= eps and not certified:

@@ -8,7 +8,7 @@ from torch import nn
 from certify.methods import AUTO, NAMES, named
 from certify.methods.served import require_served
 from certify.rows.devices import Device
-from certify.rows.workers import HERE, Crew
+from certify.rows.workers import HERE, Crew, Workers
 from certify.shared.bake import Model
 from certify.shared.ball import L2, LINF, NORMS
 from certify.stage.outcomes import DEFAULT_ATTACK
@@ -40,10 +40,10 @@ class Settings(Section):
     batch_size: Count = 10
     attack: AttackConfig = DEFAULT_ATTACK
     nonce: Text | None = None  # of random starts; None: that of existing rows, or a new one
-    beacon: str | None = None  # text published after weights and images; the nonce is derived from all three
+    beacon: Text | None = None  # text published after weights and images; the nonce is derived from all three
     served_dtype: str | None = "float32"  # or 'bfloat16': the model as it is served; None: its float64 function
     on: Annotated[str, OneOf("here", "ray")] = HERE  # ray: tasks of a cluster; the rows are the same to rounding
-    workers: Count | None = None  # processes that share the images; None: one here, or as many as fit the cluster
+    workers: Workers = None  # processes that share the images; None: one here, or as many as fit the cluster
     device: Device = "cpu"  # cuda: every process takes the next GPU
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Settings(Section):
         if len({f"{eps:g}" for eps in self.grid}) < len(self.grid):
             raise UserError(f"certify.eps={list(self.grid)}: two radii are equal to six digits; remove one")
         require_served(self.served_dtype, self.method, "certify.served_dtype")
-        if not any(f"{eps:g}" == f"{self.headline:g}" for eps in self.grid):
+        if self.headline not in self.grid:
             raise UserError(f"certify.headline_eps={self.headline:g} is not among certify.eps; add it there")
 
     @property
@@ -75,8 +75,9 @@ class Settings(Section):
 
     @property
     def headline(self) -> float:
-        """The radius by which versions are compared."""
-        return HEADLINE[self.norm] if self.headline_eps is None else self.headline_eps
+        """The radius by which versions are compared: the one of the grid that equals it to six digits."""
+        given = HEADLINE[self.norm] if self.headline_eps is None else self.headline_eps
+        return next((eps for eps in self.grid if f"{eps:g}" == f"{given:g}"), given)
 
     @property
     def attack_in_norm(self) -> AttackConfig:

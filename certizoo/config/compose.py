@@ -4,6 +4,7 @@
 the entry files compose for themselves.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -25,6 +26,8 @@ from certizoo.nearest import unknown
 
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()  # in a checkout a link to the top level's
 LISTED = {"model": "python -m zoo", "experiment": "configs/experiment, configs/experiments.yaml"}
+TEXTS = re.compile(r"(certify\.)?(name|out|run_dir|nonce|beacon)")  # keys whose numbers are names
+NO_VALUE = object()  # of a word that Hydra cannot read, or would sweep over
 WITH_PLUS = ("model", "attention", "experiment")  # groups without a default in the main files
 
 
@@ -41,7 +44,7 @@ def compose_config(config_name: str, overrides: Sequence[str], configs: Path = C
         config = _composed(config_name, words, configs)
         _check_parts(config, config_name, overrides, configs)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: null for a group
         raise UserError(_one_line(error, config_name, overrides, configs)) from None
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
@@ -85,15 +88,39 @@ def files_of(group: str, configs: Path = CONFIGS) -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
 
 
-def _readable(override: str) -> str:
-    """Quote a value that Hydra's grammar cannot read: `~/runs`, `a=b`, letters of other scripts, `{a,b}.tar`."""
+def override(key: str, value: object) -> str:
+    """Return the word KEY=VALUE by which a command gets exactly this value: text may look like a number or null."""
+    if not isinstance(value, str):
+        return f"{key}={json.dumps(value, separators=(',', ':'))}"
+    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
+    return f"{key}={value}" if _meaning(f"{key}={value}") == plain else f"{key}={_quoted(plain)}"
+
+
+def _readable(word: str) -> str:
+    """Quote a value that Hydra's grammar would not take for what it is.
+
+    It cannot read `~/runs`, `a=b`, letters of other scripts or `{a,b}.tar`, takes `a,b` for two values to sweep over,
+    and makes other numbers of names such as 2026_11_30 and 1e5.
+    """
+    key, equals, value = word.partition("=")
+    meant = _meaning(word)
+    number = isinstance(meant, bool | int | float) and TEXTS.fullmatch(key.lstrip("+"))
+    return f"{key}={_quoted(value)}" if equals and (number or meant is NO_VALUE) else word
+
+
+def _meaning(word: str) -> object:
+    """Return the value of a word as Hydra reads it; NO_VALUE if it cannot, or sweeps."""
     try:
-        OverridesParser.create().parse_override(override)
+        found = OverridesParser.create().parse_override(word)
     except HydraException:
-        key, equals, value = override.partition("=")
-        quoted = value.replace("'", "\\'")
-        return f"{key}='{quoted}'" if equals else override
-    return override
+        return NO_VALUE
+    return NO_VALUE if found.is_sweep_override() else found.value()
+
+
+def _quoted(value: str) -> str:
+    """Return the text in quotes; only backslashes in front of a quote, and quotes, need another one."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def _free_of_plus(override: str) -> str:
@@ -128,6 +155,12 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
         if key in WITH_PLUS and "model" in _parts(config_name, configs):
             return f"write +{key}=NAME, with a plus sign (all: {_listed(key)})"
         return str(unknown("config key", key, _keys(config_name, overrides, configs), f"configs/{config_name}.yaml"))
+    if text.startswith("Config group override must be"):
+        chosen = {word.partition("=")[0].lstrip("+"): word for word in overrides}
+        group = next((key for key in chosen if key and (configs / key).is_dir()), None)
+        if group is None:
+            return f"{chosen.get('', 'a word')} sets nothing; write KEY=VALUE"
+        return f"{chosen[group]} names no file; write {group}=NAME (all: {_listed(group)})"
     if found := re.search(r"An item is already at '([^']+)'", text):
         return f"config key {found[1]!r} exists already; write it without the plus sign"
     if found := re.search(r"Error parsing override '([^'=]+)'\s+missing EQUAL", text):

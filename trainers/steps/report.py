@@ -154,17 +154,25 @@ class Report:
         return timedelta(seconds=round(pace * (self.total - step)))
 
     def _drop_rows_after(self, step: int) -> None:
-        """Cut the file before the first row that is repeated. Rows are written in the order of their steps."""
+        """Cut the file before the first row that is repeated. Rows are written in the order of their steps.
+
+        The evaluation at this step is repeated; it comes after the step's other row.
+        """
         if not self.path.exists():
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = takewhile(lambda line: (_step_of(line), b"clean_acc" in line) <= (step, False), lines)
+        kept = takewhile(lambda line: (_step_of(line), _is_evaluation(line)) <= (step, False), lines)
         write_whole(self.path, b"".join(kept).decode())
 
 
 def _listed(metrics: Row) -> str:
     """Return the values that people read; those of a family, such as class_clean_acc/3, are for the files."""
     return "  ".join(f"{key} {value:.4g}" for key, value in metrics.items() if "/" not in key)
+
+
+def _is_evaluation(line: bytes) -> bool:
+    """Return whether a row holds measurements on test images; TRADES and MART write `clean_acc` in other rows, too."""
+    return any(key in line for key in (b'"eval_images"', b'"certified_images"'))
 
 
 def _step_of(line: bytes) -> float:

@@ -51,10 +51,13 @@ def write(job: Job, engine: Engine, average: Average | None, step: int, metrics:
 
 
 def _set_aside(job: Job, step: int) -> None:
-    """Rename the hand-over and the certificate of a shorter run that was extended: they are of other weights."""
+    """Rename the certificate and the hand-over of a shorter run that was extended: they are of other weights.
+
+    The hand-over is last, as it holds the step: after a kill in between, the next start renames the rest.
+    """
     path = job.handover / "metrics.json"
     before = read_json(path).get("step") if path.is_file() else step
-    for folder in (job.handover, job.run_dir / CERTIFICATE):
+    for folder in (job.run_dir / CERTIFICATE, job.handover):
         if type(before) is int and before < step and folder.is_dir():
             folder.rename(folder.with_name(f"{folder.name}_step{before:08d}"))
 

@@ -103,12 +103,19 @@ def complete(aside: Path, path: Path, saved: Saved) -> None:
 def _prune(run_dir: Path, newest: str, keep: int) -> None:
     """Delete the complete checkpoints before `newest`, the one just written, except keep - 1 of them.
 
+    Folders that a kill left without a mark, in the middle of this, are deleted too.
+
     Folders of later steps are damaged ones, before which the run went on; the next save at their step replaces them.
     """
-    older = [path for path in folders(run_dir) if path.name < newest and _complete(path)]
-    for path in older[: max(len(older) - (keep - 1), 0)]:
-        (path / MARK).unlink()  # first: a half-deleted folder must not count as complete
+    older = [path for path in folders(run_dir) if path.name < newest]
+    half_deleted, whole = ([path for path in older if test(path)] for test in (_has_no_mark, _complete))
+    for path in (*half_deleted, *whole[: max(len(whole) - (keep - 1), 0)]):
+        (path / MARK).unlink(missing_ok=True)  # first: a half-deleted folder must not count as complete
         shutil.rmtree(path)
+
+
+def _has_no_mark(path: Path) -> bool:
+    return not (path / MARK).exists()
 
 
 def _complete(path: Path) -> bool:

@@ -327,7 +327,7 @@ def test_shares_by_hand() -> None:
     assert found.costs[IN_FRONT].tolist() == pytest.approx([0.0, 0.5 / 1.5])
     assert found.costs["step"].tolist() == [0.5, 0.0]
     nothing = shares(["step"], gradients * torch.tensor([[1.0], [0.0]]), radii, torch.full((1, 2), torch.inf))
-    assert [set(row.values()) for row in columns(nothing)] == [{None}, {None}], "0 / 0 is no share"
+    assert columns(nothing) == [{}, {}], "0 / 0 is no share"
 
 
 def test_averages_leave_out_wrong_and_overflowing_images() -> None:
@@ -377,6 +377,17 @@ def test_the_command_on_the_page_asks_for_the_same(out: Path, handover: Path, di
     assert tuple(config["eps"]) == SETTINGS.eps
     elsewhere = reproduce.command(handover, {"model": {"name": "elsewhere"}}, data(digits), SETTINGS)
     assert f"data=digits data.root={digits}" in elsewhere
+
+
+TEXTS = ("null", "1e5", "2026_11_30", "Block 5, 2026", "  two  sp ", "it's \\", "${oc.env:HOME}")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_command_keeps_a_text_that_looks_like_something_else(text: str, digits: Path) -> None:
+    settings = replace(SETTINGS, beacon=text)
+    shown = reproduce.command(Path("a=b"), {"model": {"name": "spec_vit_digits"}}, data(digits), settings)
+    config = compose_config("certify", shlex.split(shown)[3:])
+    assert (config["beacon"], config["handover"]) == (text, "a=b")
 
 
 def test_it_is_published_linked_and_named(

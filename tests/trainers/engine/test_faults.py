@@ -218,8 +218,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_run_of_damaged_checkpoints_alone_does_not_begin_again_in_silence(tmp_path: Path, damage: str) -> None:
     assert checkpoint.to_resume(tmp_path) is None
-    for step in (2, 4):
-        DAMAGE[damage](write(tmp_path, step))
+    for folder in [write(tmp_path, step) for step in (2, 4)]:
+        DAMAGE[damage](folder)
     with pytest.raises(UserError, match=r"step00000004 is damaged, and so are all 2 .* delete .*checkpoints to begin"):
         checkpoint.to_resume(tmp_path)
     shutil.rmtree(checkpoint.folder(tmp_path))
@@ -283,6 +283,13 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     assert steps(tmp_path) == [checkpoint.tag(2)]
 
 
+def test_what_a_killed_deletion_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (checkpoint.folder(tmp_path) / checkpoint.tag(1) / checkpoint.MARK).unlink()
+    write(tmp_path, 2)
+    assert steps(tmp_path) == [checkpoint.tag(2)]
+
+
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     file = write(tmp_path, 1) / RANK
     file.write_bytes(file.read_bytes()[:-1])
@@ -322,15 +329,19 @@ def test_ranks_share_the_reading(tmp_path: Path) -> None:
         assert found == 1
 
 
-def test_what_is_measured_again_is_written_once(tmp_path: Path) -> None:
-    """A run that resumes at an epoch's end evaluates it again, because its checkpoint came first."""
-    lines: list[dict[str, float]] = [{"step": 3, "loss": 1.0}, {"step": 3, "clean_acc": 0.5}, {"step": 4, "loss": 0.9}]
+@pytest.mark.parametrize("measured", ["eval_images", "certified_images"])
+def test_what_is_measured_again_is_written_once(tmp_path: Path, measured: str) -> None:
+    """A run that resumes at an epoch's end evaluates it again, because its checkpoint came first.
+
+    Objectives may write `clean_acc` of the training's own images.
+    """
+    lines: list[dict[str, float]] = [{"step": 3, "clean_acc": 1.0}, {"step": 3, measured: 9}, {"step": 4, "loss": 0.9}]
     (tmp_path / ROWS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with Report(tmp_path, total_steps=9, enabled=True).shown(first_step=3) as report:
-        report.row(3, 0, {"clean_acc": 0.5})
+        report.row(3, 0, {measured: 9})
     written = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
     assert written[0] == lines[0]
-    assert [row | {"time": 0} for row in written[1:]] == [{"step": 3, "epoch": 0, "time": 0, "clean_acc": 0.5}]
+    assert [row | {"time": 0} for row in written[1:]] == [{"step": 3, "epoch": 0, "time": 0, measured: 9}]
 
 
 def test_lines_tell_when_the_end_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
