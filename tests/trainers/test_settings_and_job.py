@@ -133,6 +133,7 @@ def test_a_wrong_value_is_refused_before_any_work(
         "optimizer.name=lion": "optimizer.name",
         "schedule.name=linear": "schedule.name",
         "resume=yes": "give auto",
+        "name=": "name='' is invalid",
         "data.root=nowhere": "nowhere",
         "certify.eps=[]": "certify",
         "certify.norm=l7": "give one of l2, linf",

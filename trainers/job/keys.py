@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from certify.stage.settings import Settings as CertifySettings
 from certizoo.attacks import AttackConfig
-from certizoo.config.schema import Count, Lt, OneOf, PathText, Section, Source, Text, Whole
+from certizoo.config.schema import Count, Lt, MinLen, OneOf, PathText, Section, Source, Text, Whole
 from certizoo.registry.tracking.checks import ExperimentName, ModelName
 from certizoo.shards import DataConfig
 from trainers.job.schedule import ScheduleConfig
@@ -62,7 +62,7 @@ class TrainerKeys(Section):
     distill: DistillConfig
     certify: CertifyKeys
     registry: RegistryKeys
-    name: Text
+    name: Annotated[Text, MinLen(1)]
     run_dir: PathText
     seed: Annotated[Whole, Lt(2**63)] = 0
     pretrained: Annotated[bool, OneOf(True)] | Source | None = None
