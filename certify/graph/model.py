@@ -102,25 +102,25 @@ def prepared(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode with folded parametrisations. Raises UserError unless it is a plain module."""
     refuse_process()
     for path, module in integrity.modules_of(model):
-        _refuse_without_code(path or "the model", module)
+        _refuse_without_code(path, module)
     refuse_sparse(model)
     if next(model.parameters(), None) is None:
         raise UserError(f"{type(model).__name__} has no parameters to have been trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 
-def _refuse_without_code(name: str, module: nn.Module) -> None:
-    """Raise UserError for a module whose own code cannot be traced, or whose weights cannot be copied."""
-    state = vars(module)
+def _refuse_without_code(path: str, module: nn.Module) -> None:
+    """Raise UserError for a module whose own code cannot be traced, or whose tensors cannot be copied."""
+    name, place, state = path or "the model", f"{path}." if path else "", vars(module)
     if "_orig_mod" in state.get("_modules", {}):
-        raise UserError(f"{name} is compiled; certify the model inside, {name.removeprefix('the ')}._orig_mod")
+        raise UserError(f"{name} is compiled; certify the model inside, {path or 'model'}._orig_mod")
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"{name} is TorchScript, whose operations cannot be traced; certify the model it was made from")
-    hooked = [key for key, value in state.items() if isinstance(value, Tensor) and not value.is_leaf]
-    if hooked:
+    results = [key for key, value in state.items() if isinstance(value, Tensor) and not value.is_leaf]
+    if results:
         raise UserError(
-            f"{name} keeps {hooked[0]} as a result, as torch.nn.utils.weight_norm and spectral_norm do; call torch.nn."
-            "utils.remove_weight_norm or remove_spectral_norm on it, or use those of torch.nn.utils.parametrizations"
+            f"{place}{results[0]} is the result of a computation, which cannot be copied; for weight_norm or "
+            "spectral_norm of torch.nn.utils call remove_weight_norm or remove_spectral_norm, else set it to None"
         )
 
 

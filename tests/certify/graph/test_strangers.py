@@ -91,7 +91,7 @@ class InHalf(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "the older weight_norm": (with_weight_norm, "1 keeps weight as a result.* call torch.nn.utils.remove_weight_norm"),
+    "the older weight_norm": (with_weight_norm, r"1\.weight is the result of a computation.* call remove_weight_norm"),
     "a lazy layer that was never called": (WithUnusedLazy, "extra.weight has no numbers yet; call the model once"),
     "TorchScript": (scripted, "certify the model it was made from"),
     "a compiled part": (compiled_part, "2 is compiled; .* 2._orig_mod"),
