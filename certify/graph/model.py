@@ -116,12 +116,21 @@ def _refuse_without_code(path: str, module: nn.Module) -> None:
         raise UserError(f"{name} is compiled; certify the model inside, {path or 'model'}._orig_mod")
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"{name} is TorchScript, whose operations cannot be traced; certify the model it was made from")
-    results = [key for key, value in state.items() if isinstance(value, Tensor) and not value.is_leaf]
+    results = [key for key, value in state.items() if key not in integrity.KEPT and _holds_result(value)]
     if results:
         raise UserError(
-            f"{place}{results[0]} is the result of a computation, which cannot be copied; for weight_norm or "
-            "spectral_norm of torch.nn.utils call remove_weight_norm or remove_spectral_norm, else set it to None"
+            f"{place}{results[0]} keeps the result of a computation, which cannot be copied; for weight_norm or "
+            "spectral_norm of torch.nn.utils call remove_weight_norm or remove_spectral_norm, else clear it and call "
+            "the model under torch.no_grad()"
         )
+
+
+def _holds_result(value: object) -> bool:
+    """Return whether a value is a tensor with a gradient's history, or a collection that holds one."""
+    if isinstance(value, Tensor):
+        return not value.is_leaf
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(map(_holds_result, items))
 
 
 def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:

@@ -67,6 +67,20 @@ class WithUnusedLazy(nn.Module):
         return found
 
 
+class Caching(nn.Module):
+    """A constant that is computed once, as the biases of LeViT are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.cache = nn.Linear(48, 3), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "cpu" not in self.cache:
+            self.cache["cpu"] = self.fc.bias.flip(0)
+        found: Tensor = self.fc(x.flatten(1)) + self.cache["cpu"]
+        return found
+
+
 class Signed(nn.Module):
     """A decision by a weight."""
 
@@ -91,7 +105,8 @@ class InHalf(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "the older weight_norm": (with_weight_norm, r"1\.weight is the result of a computation.* call remove_weight_norm"),
+    "the older weight_norm": (with_weight_norm, r"1\.weight keeps the result .* call remove_weight_norm"),
+    "a kept result": (lambda: called(Caching()), r"cache keeps the result .* clear it and call the model under torch"),
     "a lazy layer that was never called": (WithUnusedLazy, "extra.weight has no numbers yet; call the model once"),
     "TorchScript": (scripted, "certify the model it was made from"),
     "a compiled part": (compiled_part, "2 is compiled; .* 2._orig_mod"),
@@ -111,6 +126,12 @@ def test_it_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(UserError, match=words) as refused:
         certified_radius(make().eval(), torch.rand(2, *SHAPE), torch.tensor([0, 1]), method="lofast")
     assert "\n" not in str(refused.value)
+
+
+@torch.no_grad()
+def test_a_constant_that_is_kept_is_certified() -> None:
+    model, x = Caching().eval(), torch.rand(2, *SHAPE)
+    assert certified_radius(model, x, model(x).argmax(-1), method="lofast").min() > 0
 
 
 HELD: dict[str, Callable[[], nn.Module]] = {
