@@ -10,7 +10,6 @@ Letters: B images, J classes.
 
 import copy
 from dataclasses import dataclass
-from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,13 @@ from certify.graph.values import Node, Unmapped, materialised
 from certify.shared.bake import (
     Model,
     folded_copy,
+    images_taken,
     logit_differences,
     model_from,
     probes,
     refuse_process,
     refuse_sparse,
+    said_of,
 )
 from certify.shared.certificate import batch_given
 from certizoo import UserError
@@ -102,14 +103,14 @@ def prepared(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode with folded parametrisations. Raises UserError unless it is a plain module."""
     refuse_process()
     for path, module in integrity.modules_of(model):
-        _refuse_without_code(path, module)
+        _refuse_uncapturable(path, module)
     refuse_sparse(model)
     if next(model.parameters(), None) is None:
         raise UserError(f"{type(model).__name__} has no parameters to have been trained; certify a classifier")
     return folded_copy(model).requires_grad_(False)
 
 
-def _refuse_without_code(path: str, module: nn.Module) -> None:
+def _refuse_uncapturable(path: str, module: nn.Module) -> None:
     """Raise UserError for a module whose own code cannot be traced, or whose tensors cannot be copied."""
     name, place, state = path or "the model", f"{path}." if path else "", vars(module)
     if "_orig_mod" in state.get("_modules", {}):
@@ -135,8 +136,6 @@ def _holds_result(value: object) -> bool:
 
 def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
     """Capture a prepared model for images of one shape."""
-    if not any(True for _ in served.parameters()):
-        raise UserError(f"{type(served).__name__} has no weights; pass a model that maps images to logits")
     device = next(served.parameters()).device
     wide = copy.deepcopy(served).double().cpu()
     _require_accepted(served, wide, shape)
@@ -158,29 +157,25 @@ def capture(served: nn.Module, shape: tuple[int, ...]) -> Capture:
     return Capture(Captured(named(parts), head, shape).double().eval().requires_grad_(False).to(device), [])
 
 
+@torch.no_grad()
 def _require_accepted(served: nn.Module, wide: nn.Module, shape: tuple[int, ...]) -> None:
     """Raise UserError if the float64 model does not run on images of this shape; it says if the served one does."""
-    if not (said := _said(wide, shape)):
-        return
-    if refused := _said(served, shape):
-        raise UserError(f"the model does not take images of {shape}: {refused}; pass images of its size")
-    raise UserError(
-        f"the model does not run in float64: {said}; register every weight and constant as a parameter, buffer or "
-        "module (nn.ModuleList for lists), so that model.double() reaches it"
-    )
-
-
-@torch.no_grad()
-def _said(model: nn.Module, shape: tuple[int, ...]) -> str:
-    """Return what the model says of images that it does not take, else an empty text."""
-    like = next(model.parameters())
     try:
-        model(torch.full((BATCH, *shape), 0.5, dtype=like.dtype, device=like.device))
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError, IndexError, TypeError, ValueError) as error:
-        return shorten(str(error), 160, placeholder=" ...") or type(error).__name__
-    return ""
+        with images_taken(shape):
+            wide(gray(wide, shape))
+    except UserError as refused:
+        with images_taken(shape):
+            served(gray(served, shape))
+        raise UserError(
+            f"the model does not run in float64: {said_of(refused.__cause__ or refused)}; register every weight and "
+            "constant as a parameter, buffer or module (nn.ModuleList for lists), so that model.double() reaches it"
+        ) from None
+
+
+def gray(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Return gray images of the type and on the device of the model's weights: (BATCH, *shape)."""
+    like = next(model.parameters())
+    return torch.full((BATCH, *shape), 0.5, dtype=like.dtype, device=like.device)
 
 
 def _image(end: Node) -> Node:
@@ -207,14 +202,9 @@ def _require_alike(served: nn.Module, exact: Captured, images_BCHW: Tensor) -> N
     x = probes(images_BCHW.double().to(next(wide.parameters()).device))
     x = torch.cat([x, torch.zeros_like(x[:1]), torch.ones_like(x[:1])])
     with torch.no_grad():
-        try:
+        with images_taken(tuple(images_BCHW.shape[1:])):
             given, again = wide(x), wide(x)
             parts = [wide(part) for part in (x[:-3], *x[-3:].split(1))]
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, AssertionError, IndexError, ValueError) as error:
-            shape = tuple(images_BCHW.shape[1:])
-            raise UserError(f"the model does not take images of {shape}: {error}; pass images of its size") from None
         found = exact(x)
     same = given.shape == found.shape and all(part.shape[1:] == found.shape[1:] for part in parts)
     if not (same and all(_alike(one, found) for one in (given, again, torch.cat(parts)))):

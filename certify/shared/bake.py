@@ -6,8 +6,10 @@ the served weights (docs/proofs.md#served-weights). The model must compute what 
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from textwrap import shorten
 
 import torch
 from torch import Tensor, fx, nn
@@ -61,21 +63,31 @@ class Model:
         """
         refuse_process()
         self.require_unchanged(digests=True)
-        try:
+        with images_taken(tuple(images_BCHW.shape[1:])):
             exact_BJ = self.exact(images_BCHW)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, AssertionError, IndexError, ValueError) as error:
-            shape = tuple(images_BCHW.shape[1:])
-            raise UserError(
-                f"the model does not take images of {shape}: {error}; pass images of the size it was made for"
-            ) from None
         dtype = next(self.served.parameters()).dtype
         logit_differences(self.served, self.exact, probes(images_BCHW))
         prediction_B = self.served(images_BCHW.to(dtype, copy=True)).argmax(-1)  # it may write to them
         margin_BJ = margins_of(exact_BJ, labels_B)
         correct_B = (margin_BJ.amin(-1) > 0) & (prediction_B == labels_B)
         return Clean(prediction_B, labels_B, margin_BJ, correct_B, self.require_unchanged)
+
+
+@contextmanager
+def images_taken(shape: tuple[int, ...]) -> Iterator[None]:
+    """Turn what a model says of images of this shape that it does not take into one line."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, UserError):
+        raise
+    except (RuntimeError, AssertionError, IndexError, TypeError, ValueError) as error:
+        said = said_of(error)
+        raise UserError(f"the model does not take images of {shape}: {said}; pass images of its size") from error
+
+
+def said_of(error: BaseException) -> str:
+    """Return the beginning of an error's text, in one line."""
+    return shorten(str(error), 160, placeholder=" ...") or type(error).__name__
 
 
 def model_of(model: nn.Module | Model, types: Collection[torch.dtype] = SERVED) -> Model:
@@ -157,7 +169,7 @@ def folded_copy(model: nn.Module) -> nn.Module:
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     """Return the type of the module, without what torch derives from it for this object alone."""
-    return fx.GraphModule if isinstance(module, fx.GraphModule) else integrity.kind_of(module)
+    return fx.GraphModule if issubclass(type(module), fx.GraphModule) else integrity.kind_of(module)
 
 
 def _outlives(path: str) -> bool:

@@ -157,7 +157,8 @@ def _one_line(error: Exception, config_name: str, overrides: Sequence[str], conf
         return str(unknown("config key", key, _keys(config_name, overrides, configs), f"configs/{config_name}.yaml"))
     if text.startswith("Config group override must be"):
         chosen = {word.partition("=")[0].lstrip("+"): word for word in overrides}
-        group = next((key for key in chosen if key and (configs / key).is_dir()), None)
+        groups = (key for key, word in chosen.items() if key and not isinstance(_meaning(word), str))
+        group = next((key for key in groups if (configs / key).is_dir()), None)
         if group is None:
             return f"{chosen.get('', 'a word')} sets nothing; write KEY=VALUE"
         return f"{chosen[group]} names no file; write {group}=NAME (all: {_listed(group)})"

@@ -22,6 +22,10 @@ from certizoo.registry.tracking.track import Tracker
 from trainers.callbacks import Callbacks
 
 T = TypeVar("T")
+MEASURED = (
+    "eval_images",
+    "certified_images",
+)  # keys of an evaluation; TRADES and MART write `clean_acc` elsewhere, too
 Row = dict[str, float]
 
 
@@ -134,7 +138,7 @@ class Report:
             self.tracker.flush()
         self._newest |= metrics
         self._progress.update(self._task, note=f"epoch {epoch + 1}  {_listed(self._newest)}")
-        if not self.console.is_terminal or "clean_acc" in metrics:
+        if not self.console.is_terminal or any(key in metrics for key in MEASURED):
             self.say(f"step {step}/{self.total}  epoch {epoch + 1}  {_listed(metrics)}  eta {self._left(step)}")
 
     def _append(self, line: str) -> None:
@@ -171,8 +175,8 @@ def _listed(metrics: Row) -> str:
 
 
 def _is_evaluation(line: bytes) -> bool:
-    """Return whether a row holds measurements on test images; TRADES and MART write `clean_acc` in other rows, too."""
-    return any(key in line for key in (b'"eval_images"', b'"certified_images"'))
+    """Return whether a row holds measurements on test images."""
+    return any(f'"{key}"'.encode() in line for key in MEASURED)
 
 
 def _step_of(line: bytes) -> float:

@@ -108,14 +108,10 @@ def _prune(run_dir: Path, newest: str, keep: int) -> None:
     Folders of later steps are damaged ones, before which the run went on; the next save at their step replaces them.
     """
     older = [path for path in folders(run_dir) if path.name < newest]
-    half_deleted, whole = ([path for path in older if test(path)] for test in (_has_no_mark, _complete))
+    half_deleted, whole = [path for path in older if not (path / MARK).exists()], list(filter(_complete, older))
     for path in (*half_deleted, *whole[: max(len(whole) - (keep - 1), 0)]):
         (path / MARK).unlink(missing_ok=True)  # first: a half-deleted folder must not count as complete
         shutil.rmtree(path)
-
-
-def _has_no_mark(path: Path) -> bool:
-    return not (path / MARK).exists()
 
 
 def _complete(path: Path) -> bool:

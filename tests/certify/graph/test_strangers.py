@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,74 +46,65 @@ def compiled_part() -> nn.Module:
     return model
 
 
-class Lists(nn.Module):
-    """Layers in a plain list, which model.double() does not reach."""
+class Model(nn.Module):
+    """A linear layer, and a forward that may use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[["Model", Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
-        self.fc, self.more = nn.Linear(48, 3), [nn.Linear(3, 3)]
+        self.fc, self.own = nn.Linear(48, 3), forward
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.more[0](self.fc(x.flatten(1)))
-        return found
-
-
-class WithUnusedLazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.extra = nn.Linear(48, 3), nn.LazyLinear(5)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         found: Tensor = self.fc(x.flatten(1))
         return found
 
-
-class Caching(nn.Module):
-    """A constant that is computed once, as the biases of LeViT are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.cache = nn.Linear(48, 3), dict[str, Tensor]()
-
     def forward(self, x: Tensor) -> Tensor:
-        if "cpu" not in self.cache:
-            self.cache["cpu"] = self.fc.bias.flip(0)
-        found: Tensor = self.fc(x.flatten(1)) + self.cache["cpu"]
+        return self.own(self, x)
+
+
+def caching() -> Model:
+    """Return a model that computes a constant once, as LeViT does its biases."""
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        if "cpu" not in model.cache:
+            model.cache["cpu"] = model.fc.bias.flip(0)
+        found: Tensor = model.logits(x) + model.cache["cpu"]
         return found
 
-
-class Signed(nn.Module):
-    """A decision by a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(48, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.fc(x.flatten(1)) if self.fc.weight.sum() > 0 else -self.fc(x.flatten(1))
-        return found
+    return Model(forward, cache={})
 
 
-class InHalf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(48, 3)
+def in_half(model: Model, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.logits(x)
+    return found.float()
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found: Tensor = self.fc(x.flatten(1))
-        return found.float()
+
+def through_a_list(model: Any, x: Tensor) -> Tensor:
+    """Use a layer that model.double() does not reach."""
+    found: Tensor = model.more[0](model.logits(x))
+    return found
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "the older weight_norm": (with_weight_norm, r"1\.weight keeps the result .* call remove_weight_norm"),
-    "a kept result": (lambda: called(Caching()), r"cache keeps the result .* clear it and call the model under torch"),
-    "a lazy layer that was never called": (WithUnusedLazy, "extra.weight has no numbers yet; call the model once"),
+    "a kept result": (lambda: called(caching()), r"cache keeps the result .* clear it and call the model under torch"),
+    "a lazy layer that was never called": (
+        lambda: Model(Model.logits, extra=nn.LazyLinear(5)),
+        "extra.weight has no numbers yet; call the model once",
+    ),
     "TorchScript": (scripted, "certify the model it was made from"),
     "a compiled part": (compiled_part, "2 is compiled; .* 2._orig_mod"),
-    "layers in a list": (Lists, r"does not run in float64: .* register every weight .*nn\.ModuleList"),
-    "a branch on a weight": (Signed, "decides by the values of a tensor.* take the decision in __init__"),
-    "autocast inside": (InHalf, "without torch.autocast"),
+    "layers in a list": (
+        lambda: Model(through_a_list, more=[nn.Linear(3, 3)]),
+        r"does not run in float64: .* register every weight .*nn\.ModuleList",
+    ),
+    "a branch on a weight": (
+        lambda: Model(lambda model, x: model.logits(x) if model.fc.weight.sum() > 0 else -model.logits(x)),
+        "decides by the values of a tensor.* take the decision in __init__",
+    ),
+    "autocast inside": (lambda: Model(in_half), "without torch.autocast"),
     "images of another size": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(7, 3)),
         r"does not take images of \(3, 4, 4\).* pass images of its size",
@@ -130,7 +122,7 @@ def test_it_is_refused_in_one_line(name: str) -> None:
 
 @torch.no_grad()
 def test_a_constant_that_is_kept_is_certified() -> None:
-    model, x = Caching().eval(), torch.rand(2, *SHAPE)
+    model, x = caching().eval(), torch.rand(2, *SHAPE)
     assert certified_radius(model, x, model(x).argmax(-1), method="lofast").min() > 0
 
 

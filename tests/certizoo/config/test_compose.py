@@ -25,5 +25,10 @@ def test_other_values_are_read_as_before() -> None:
     ],
 )
 def test_a_group_takes_a_name(word: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=f"^{words}"):
         compose_config("certify", [word])
+
+
+def test_the_group_that_has_no_name_is_named() -> None:
+    with pytest.raises(UserError, match=r"^attack=null names no file"):
+        compose_config("adv_train", ["+model=spec_vit_digits", "data=digits", "attack=null"])
