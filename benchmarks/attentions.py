@@ -27,8 +27,8 @@ import pandas as pd
 import torch
 
 from benchmarks.msvp import spread
-from benchmarks.record import RESULTS, record
-from benchmarks.trainings import ROOT, Training, portable, train
+from benchmarks.record import RESULTS, ROOT, record
+from benchmarks.trainings import Training, portable, train
 from certizoo import UserError
 from certizoo.config.compose import compose_config
 from certizoo.errors import one_line_errors

@@ -16,8 +16,6 @@ time of this process, so other programs do not count.
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 
 import foolbox
 import torch
@@ -25,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
+from benchmarks import timing
 from benchmarks.record import record
+from benchmarks.timing import Way
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.loop import probing
 
 EPS = 8 / 255
-Way = Callable[[], Tensor]
 
 
 def main() -> None:
@@ -91,7 +90,7 @@ def of_norm(
     assert same(last(), plain())
     assert same(last(), by_foolbox())
     pairs = {"plain": (last, plain), "worst": (worst, plain), "stop": (stop, worst), "foolbox": (last, by_foolbox)}
-    return {name: compared(*ways, options.pairs, len(images)) for name, ways in pairs.items()}
+    return {name: compared(*ways, options.pairs, images) for name, ways in pairs.items()}
 
 
 def same(first: Tensor, second: Tensor) -> bool:
@@ -121,12 +120,12 @@ def length(x: Tensor) -> Tensor:
     return x.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
 
 
-def compared(first: Way, second: Way, pairs: int, images: int) -> dict[str, float]:
+def compared(first: Way, second: Way, pairs: int, images: Tensor) -> dict[str, float]:
     """Return images per second of both sides (medians), and median and quartiles of first / second over the pairs."""
-    times = [(seconds(first), seconds(second)) for _ in range(pairs + 1)][1:]
+    times = timing.pairs(first, second, pairs, timing.clock_of(images.device), swap=False)
     ratios = [theirs / ours for ours, theirs in times]
     low, _, high = statistics.quantiles(ratios, n=4)
-    ours, theirs = (images / statistics.median(column) for column in zip(*times, strict=True))
+    ours, theirs = (len(images) / statistics.median(column) for column in zip(*times, strict=True))
     return {
         "images_per_s": round(ours, 2),
         "images_per_s_other": round(theirs, 2),
@@ -134,17 +133,6 @@ def compared(first: Way, second: Way, pairs: int, images: int) -> dict[str, floa
         "ratio_quartiles_low": round(low, 3),
         "ratio_quartiles_high": round(high, 3),
     }
-
-
-def seconds(way: Way) -> float:
-    """Return processor time on a CPU; wall time with the GPU's queue empty at both ends."""
-    cuda = torch.cuda.is_available()
-    clock = time.perf_counter if cuda else time.process_time
-    start = clock()
-    way()
-    if cuda:
-        torch.cuda.synchronize()
-    return clock() - start
 
 
 if __name__ == "__main__":

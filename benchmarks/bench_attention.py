@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import zoo
+from benchmarks import timing
 from benchmarks.record import record
 from zoo.attention import variants
 from zoo.layers.block import PreNormBlock
@@ -56,13 +57,9 @@ def make_step(name: str) -> Callable[[], None]:
     return step
 
 
-def seconds(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def repeated(step: Callable[[], None]) -> None:
     for _ in range(REPEATS):
         step()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / REPEATS
 
 
 def peak_bytes(name: str) -> int:
@@ -105,15 +102,16 @@ def main() -> None:
     steps = {name: make_step(name) for name in TARGETS}
     for step in steps.values():
         step()
+    calls = {name: partial(repeated, step) for name, step in steps.items()}
     # Dot-product attention is timed next to each variant, before and after it in turn.
     ratios: dict[str, list[float]] = {name: [] for name in TARGETS if name != "dp"}
     times: dict[str, list[float]] = {name: [] for name in TARGETS}
     for turn in range(options.turns):
         for name, found in ratios.items():
-            pair = {key: seconds(steps[key]) for key in (("dp", name) if turn % 2 else (name, "dp"))}
-            found.append(pair[name] / pair["dp"])
-            for key, value in pair.items():
-                times[key].append(value)
+            seconds = timing.pair(calls[name], calls["dp"], time.perf_counter, swap=turn % 2 == 1)
+            found.append(seconds[0] / seconds[1])
+            for key, value in zip((name, "dp"), seconds, strict=True):
+                times[key].append(value / REPEATS)
     peaks = {name: peak_in_new_process(name) for name in TARGETS}
     record(
         f"attention_{DEVICE}",

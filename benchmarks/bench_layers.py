@@ -13,14 +13,15 @@ the image, and backward from its length to the weights, as the objective `lmce` 
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import timing
 from benchmarks.record import record
 from zoo.attention.dot_product import DotProductAttention
 from zoo.attention.gpsa import GPSA
@@ -105,18 +106,11 @@ Step = Callable[[nn.Module, Tensor], None]
 STEPS: dict[str, Step] = {"image": image, "all": everything}
 
 
-def seconds(step: Step, module: nn.Module, x: Tensor) -> float:
-    """Return the processor time in seconds."""
-    start = time.process_time()
-    step(module, x)
-    return time.process_time() - start
-
-
 def compared(first: nn.Module, second: nn.Module, x: Tensor, turns: int, steps: dict[str, Step]) -> dict[str, float]:
     """Return both medians in milliseconds, and first / second."""
     row: dict[str, float] = {}
     for name, step in steps.items():
-        times = [[seconds(step, module, x) for module in (first, second)] for _ in range(turns + 2)][2:]
+        times = timing.pairs(partial(step, first, x), partial(step, second, x), turns + 1, swap=False)[1:]
         before, after = (1000 * statistics.median(column) for column in zip(*times, strict=True))
         row |= {f"{name}_ms_first": before, f"{name}_ms_second": after, f"{name}_ratio": before / after}
     return {key: round(value, 2) for key, value in row.items()}

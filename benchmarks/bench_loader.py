@@ -31,6 +31,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks.record import record
+from benchmarks.timing import processor_seconds
 from certizoo import shards
 from certizoo.memory import keep_freed_memory
 from certizoo.shards import DataConfig, ShardSet
@@ -127,15 +128,11 @@ def quartiles(ratios: Iterable[float]) -> dict[str, float]:
 
 def seconds(make: Callable[[], Iterable[object]]) -> Seconds:
     """Time one epoch, loader processes included: all of them have ended."""
-    cpu, wall = cpu_seconds(), time.perf_counter()
+    whose = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    cpu, wall = processor_seconds(*whose), time.perf_counter()
     for _ in make():
         pass
-    return cpu_seconds() - cpu, time.perf_counter() - wall
-
-
-def cpu_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return processor_seconds(*whose) - cpu, time.perf_counter() - wall
 
 
 def decode_only(sample: Sample) -> None:

@@ -28,8 +28,8 @@ import pandas as pd
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks import ray_nodes
-from benchmarks.bench_tune import ROOT, note
-from benchmarks.record import record
+from benchmarks.bench_tune import note
+from benchmarks.record import ROOT, record
 from certizoo.registry import browse
 from certizoo.registry.server import store
 from tuning import server

@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import resource
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from torch.nn.functional import cross_entropy
 import zoo  # noqa: F401  (repairs torchvision before timm imports it)
 from benchmarks.common_models import MODELS, SIZE, TRAINED, Make
 from benchmarks.record import RESULTS, circumstances, write
+from benchmarks.timing import timed
 from certify.api import certifier, radius_of
 from certify.graph.model import NotCaptured
 from certify.methods import products
@@ -87,24 +87,18 @@ def measured(model: nn.Module, images: Tensor, labels: Tensor, budget: float = B
     """Return one row: accepted or what is missing, method, radii, seconds, and the attack."""
     cost = products(model, (3, SIZE, SIZE))
     row: Row = {"parameters": sum(weight.numel() for weight in model.parameters()), "products": cost}
-    start = time.process_time()
     try:
-        made = certifier(model, "auto", nonce="bench", batch=(images, labels))
+        made, capture_s = timed(lambda: certifier(model, "auto", nonce="bench", batch=(images, labels)))
     except NotCaptured as refused:
         missing = sorted({f"{fault.operation}: {fault.reason}" for fault in refused.faults})
         return row | {"accepted": False, "missing": missing}
-    row |= {"accepted": True, "method": type(made).__name__.lower(), "capture_s": _seconds(start)}
-    start = time.process_time()
-    radius_B = radius_of(made.analyse(images, labels))
-    row |= {"images": len(images), "image_s": round(_seconds(start) / len(images), 1)}
+    row |= {"accepted": True, "method": type(made).__name__.lower(), "capture_s": round(capture_s, 1)}
+    radius_B, seconds = timed(lambda: radius_of(made.analyse(images, labels)))
+    row |= {"images": len(images), "image_s": round(seconds / len(images), 1)}
     row |= {"radii": [float(f"{radius:.3g}") for radius in radius_B.tolist()]}
     row["median_radius"] = float(f"{float(radius_B.median()):.3g}")
     starts = max(8, int((10 if cost < SMALL else 1) * budget / (STEPS * 2 * cost * len(images))))
     return row | {"starts": attacked(model, images, labels, radius_B, starts, max(8, TOGETHER // cost))}
-
-
-def _seconds(start: float) -> float:
-    return round(time.process_time() - start, 1)
 
 
 def attacked(model: nn.Module, images: Tensor, labels: Tensor, radius_B: Tensor, starts: int, together: int) -> int:

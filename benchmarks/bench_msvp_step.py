@@ -10,11 +10,13 @@ so that a machine whose speed drifts slows both; the ratio is taken pair by pair
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 import zoo
+from benchmarks import timing
 from benchmarks.record import record
 
 
@@ -31,31 +33,20 @@ def main() -> None:
     images = torch.rand(options.batch, 3, 224, 224, device=device)
     labels = torch.randint(1000, (options.batch,), device=device)
 
-    def seconds_since(start: float) -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    def penalty_alone() -> float:
-        start = time.perf_counter()
+    def penalty_alone() -> None:
         zoo.penalty.msvp(model, 1e-4, 1e-4, 1e-4).backward()
-        return seconds_since(start)
 
-    def step(penalised: bool) -> float:
-        start = time.perf_counter()
+    def step(penalised: bool) -> None:
         loss = F.cross_entropy(model(images), labels)
         if penalised:
             loss = loss + zoo.penalty.msvp(model, 1e-4, 1e-4, 1e-4)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return seconds_since(start)
 
-    step(True), step(False)  # warm-up
-    pairs = [(step(True), step(False)) if i % 2 else (step(False), step(True))[::-1] for i in range(options.pairs)]
-    alone = statistics.median(penalty_alone() for _ in range(options.pairs))
+    pairs = timing.pairs(partial(step, True), partial(step, False), options.pairs, time.perf_counter)
+    alone = statistics.median(timing.timed(penalty_alone, time.perf_counter)[1] for _ in range(options.pairs))
     without = statistics.median(without for _, without in pairs)
-    ratios = sorted(first / second for first, second in pairs)
     record(
         f"msvp_step_{device}",
         {
@@ -65,9 +56,8 @@ def main() -> None:
             "seconds_without": without,
             "seconds_penalty_alone": alone,
             "ratio_from_penalty_alone": 1 + alone / without,
-            "ratio_median": statistics.median(ratios),
-            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
-        },
+        }
+        | timing.ratio_of(pairs),
     )
 
 

@@ -18,11 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.record import record
+from benchmarks import timing
+from benchmarks.record import ROOT, record
+from certizoo.errors import EXIT_USER_ERROR
 
-ROOT = Path(__file__).resolve().parents[1]
 DEEPSPEED = (sys.executable, str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "1")
 IMPORTS = """
 from certizoo.imports import large_imports
@@ -33,7 +35,6 @@ with large_imports():
     from trainers.steps import loop
     from trainers.weights import handover
 """
-REFUSED = 2  # exit status
 
 
 def main() -> None:
@@ -57,16 +58,12 @@ def main() -> None:
 
 def used(command: Sequence[str], folder: str) -> float:
     """Return the processor seconds of the command and all processes that it starts and waits for."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run(command, folder, 0)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    clock = partial(timing.processor_seconds, resource.RUSAGE_CHILDREN)
+    return timing.timed(partial(run, command, folder, 0), clock)[1]
 
 
 def waited(command: Sequence[str], folder: str) -> float:
-    start = time.perf_counter()
-    run(command, folder, REFUSED)
-    return time.perf_counter() - start
+    return timing.timed(partial(run, command, folder, EXIT_USER_ERROR), time.perf_counter)[1]
 
 
 def run(command: Sequence[str], folder: str, status: int) -> None:

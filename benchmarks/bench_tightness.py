@@ -1,14 +1,14 @@
 """Tightness of every rule: bound / best value found by gradient ascent, over at least 200 instances of each rule.
 
-First order, radius: published and local rules, on the same instances. Second order: remainder, beta and the norm of J.
-Modules, inputs and the search are those of the tests; a violated bound ends the run with an error. `attacked` are all
-instances, `compared` those where the search found more than rounding.
+Primitives, which tests/zoo/primitives attacks, are left out. First order, radius: published and local rules, on the
+same instances. Second order: remainder, beta and the norm of J. Modules, inputs and the search are those of the tests;
+a violated bound ends the run with an error. `attacked` are all instances, `compared` those where the search found more
+than rounding.
 
     python -m benchmarks.bench_tightness [--only Mlp SLL]
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,9 +19,11 @@ from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from benchmarks.record import record
+from benchmarks.timing import timed
 from tests.tools import attention_cases, attention_variants, curvature_cases, first_order_cases
 from tests.tools.expansions import Instance, tightness
-from zoo.rules import affine, types_where
+from zoo.primitives import PRIMITIVES
+from zoo.rules import ModuleRules, affine, types_where
 
 MODULES = 20  # of each case of second order: 200 inputs
 Row = dict[str, Any]
@@ -29,9 +31,8 @@ Row = dict[str, Any]
 
 def rows_of(kind: type[nn.Module], attacked: dict[str, int], search: Callable[[], dict[str, Tensor]]) -> Iterator[Row]:
     """Iterate over one row per bound that `search` reports; seconds, on one core, are those of all of them."""
-    start = time.process_time()
-    found = search()
-    seconds = round(time.process_time() - start, 1)
+    found, spent = timed(search)
+    seconds = round(spent, 1)
     for bound, ratio in found.items():
         least, median = (float(f"{value:.4g}") for value in (ratio.min(), ratio.median()))
         counts = {"attacked": attacked[bound], "compared": len(ratio)}
@@ -64,7 +65,7 @@ def expansions() -> dict[type[nn.Module], list[Instance]]:
     kinds: dict[type[nn.Module], list[Instance]] = {}
     for case in (case for source in sources for case in source):
         kinds.setdefault(type(case.module), []).append(case)
-    if set(kinds) != set(types_where(lambda rules: rules.expansion not in (None, affine))):
+    if set(kinds) != set(types(lambda rules: rules.expansion not in (None, affine))):
         raise LookupError("the tests have no instances of some rules of second order")
     return kinds
 
@@ -76,11 +77,15 @@ def second_order(kind: type[nn.Module], cases: list[Instance]) -> Iterator[Row]:
     yield from rows_of(kind, attacked, lambda: tightness(cases))
 
 
+def types(where: Callable[[ModuleRules[Any]], object]) -> list[type[nn.Module]]:
+    return [kind for kind in types_where(where) if kind not in PRIMITIVES]
+
+
 def all_rows(wanted: Callable[[type[nn.Module]], bool]) -> Iterator[Row]:
-    for kind in filter(wanted, types_where(lambda rules: rules.rule or rules.chain)):
+    for kind in filter(wanted, types(lambda rules: rules.rule or rules.chain)):
         yield from first_order(kind, "radius")
     windows = SwinTransformerBlock  # its local rule is that of its windows
-    for kind in filter(wanted, (*types_where(lambda rules: rules.local), windows)):
+    for kind in filter(wanted, (*types(lambda rules: rules.local), windows)):
         yield from first_order(kind, "local radius")
     for kind, cases in expansions().items():
         if wanted(kind):

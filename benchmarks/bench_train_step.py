@@ -17,7 +17,6 @@ this process, so other programs do not count.
 import argparse
 import statistics
 import tempfile
-import time
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import certizoo.shards.__main__
 import zoo
+from benchmarks import timing
 from benchmarks.record import record
 from certizoo.attacks.loop import probing
 from certizoo.config.compose import compose_config
@@ -84,35 +84,22 @@ def measured(options: argparse.Namespace, steps: int, run: Run, images: Tensor, 
     forward_flops = counter.get_total_flops()
     if options.compile:
         bare.compile()  # after the count of operations, under which compilation would be disabled for good
-    seconds = time.perf_counter if images.is_cuda else time.process_time
 
-    def least() -> float:
-        start = seconds()
+    def least() -> None:
         with run.engine.precision():
             passes(bare, steps, images, labels)
-        return since(start)
 
-    def step() -> float:
-        start = seconds()
+    def step() -> None:
         train_step(run, iter([(images, labels)]), 0, 1e-5)
-        return since(start)
 
-    def since(start: float) -> float:
-        if images.is_cuda:
-            torch.cuda.synchronize()
-        return seconds() - start
-
-    step(), least()  # warm-up
-    pairs = [(step(), least()) if i % 2 else (least(), step())[::-1] for i in range(options.pairs)]
-    ratios = sorted(first / second for first, second in pairs)
+    pairs = timing.pairs(step, least, options.pairs, timing.clock_of(images.device))
     seconds_step = statistics.median(first for first, _ in pairs)
     # A backward pass to images or to weights costs one forward pass
     rate = (2 * steps + 3) * forward_flops / seconds_step / 1e12
     return {
         "seconds_step": seconds_step,
         "seconds_least": statistics.median(second for _, second in pairs),
-        "ratio_median": statistics.median(ratios),
-        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        **timing.ratio_of(pairs),
         "images_per_second": len(images) / seconds_step,
         "tflops_per_second": rate,
         "mfu": rate / options.peak_tflops if options.peak_tflops else None,

@@ -28,10 +28,9 @@ import numpy as np
 import pandas as pd
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks.record import record
+from benchmarks.record import ROOT, record
 
 TRIAL_SECONDS, TARGET, TRIALS, SAMPLE_SECONDS = 120.0, 0.15, 3, 1.0
-ROOT = Path(__file__).resolve().parents[1]
 TRAINER = "adv_train.py"  # in the command lines of launcher, ranks and loaders
 Samples = list[tuple[float, float]]
 

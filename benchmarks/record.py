@@ -13,7 +13,8 @@ import torch
 
 from certizoo.commit import git_commit
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 MODEL_NAME = re.compile(r"^model name\s*: (\S.*)$", re.MULTILINE)
 
 

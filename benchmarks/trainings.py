@@ -15,12 +15,12 @@ import torch
 from torch import Generator, nn
 
 import zoo
+from benchmarks.record import ROOT
 from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.ports import free_port
 from certizoo.shards import DataConfig, eval_loader, find
 
-ROOT = Path(__file__).parents[1]
 BATCH = 100
 # CW-20 of Mo et al. 2022 is PGD that ascends the margin.
 ATTACKS = {

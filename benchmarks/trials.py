@@ -99,7 +99,7 @@ def show(result: Result) -> None:
     for row in result["rows"]:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
-    climbed = sum(run.get("redteam", 0) for run in result["runs"])
+    climbed = sum(run["redteam"] for run in result["runs"])
     print(
         f"{result['trials']:,} trials in {len(result['runs'])} runs, {climbed:,} of red-team weights, "
         f"{len(result['beaten'])} certificates beaten"

@@ -32,7 +32,7 @@ def _entry(folder: Path) -> str:
         "images": first["images"],
         "clean": _percent(first["clean"]),
     }
-    curves = "".join(f"    {claim.get('norm', 'l2')}: {_curve(claim)}\n" for claim in claims)
+    curves = "".join(f"    {claim['norm']}: {_curve(claim)}\n" for claim in claims)
     return (
         f"{folder.name}:\n" + "".join(f"  {key}: {value}\n" for key, value in said.items()) + f"  certified:\n{curves}"
     )

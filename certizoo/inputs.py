@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from certizoo.errors import UserError
+from certizoo.norms import LINF
 from certizoo.text import shown
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -93,7 +94,7 @@ def require_classes(least: int, largest: int, classes: int) -> None:
 
 def require_radius(key: str, eps: float, norm: str) -> None:
     """Raise UserError for a radius in Linf whose ball holds every image, such as 8 instead of 8/255."""
-    if norm == "linf" and not eps <= 1:
+    if norm == LINF and not eps <= 1:
         fix = f"set {key}={eps / 255:.4g} for {eps:g}/255" if eps < math.inf else "give a smaller radius"
         raise UserError(f"{key}={eps:g} is too large: pixels lie in [0,1], so this ball holds every image; {fix}")
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from certizoo.errors import UserError
 
 log = logging.getLogger(__name__)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine alone
 RAY_ADDRESS = "RAY_ADDRESS"
 ANSWER_SECONDS = 10.0
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # the first bytes of every gRPC client

@@ -5,7 +5,9 @@ import tomllib
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).parents[1]
+from certizoo.norms import L2
+from docs import ROOT
+
 FOLDER = Path(__file__).parent / "badges"
 EPS = "0.141176"  # 36/255
 HEIGHT, PAD, LETTER = 20, 7, 6.1  # pixels; a letter of Verdana at 11 pixels has about this width, and is set to it
@@ -26,7 +28,7 @@ def badges() -> dict[str, str]:
     """Return name -> SVG."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     entry = json.loads((ROOT / "leaderboard" / "cert_vit_c10.json").read_text())
-    certified = entry["curves"]["l2"][EPS]["certified"]
+    certified = entry["curves"][L2][EPS]["certified"]
     return {
         "python": badge("python", project["requires-python"].replace(">=", "≥ ")),
         "license": badge("license", project["license"]),

@@ -11,9 +11,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+from docs import ROOT
 from docs.generate import docstrings, formulas, headings, links, made
 
-ROOT = Path(__file__).resolve().parents[1]
 NOT_IN_NAV = InclusionLevel.NOT_IN_NAV
 log = logging.getLogger("mkdocs.hooks.certizoo")  # MkDocs counts warnings below "mkdocs"
 

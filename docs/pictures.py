@@ -19,11 +19,11 @@ from matplotlib.patches import Circle, Rectangle
 from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
+from benchmarks.record import RESULTS
 from certify import certified_radius, certify
 from zoo.rules import Links, ModuleRules, register
 
 FOLDER = Path(__file__).parent / "pictures"
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COLOURS = {"lofast": "#d81b60", "adjoint": "#f4511e", "image": "#00897b", "truth": "#212121"}
 STYLE: Any = {"svg.hashsalt": "certizoo", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 SIDE = 160  # points of the plane along an edge

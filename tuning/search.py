@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from certizoo import UserError
+from certizoo.commit import ROOT
 from certizoo.config.compose import compose_config
 from certizoo.documents import read_json
 from certizoo.files import write_whole
@@ -25,7 +26,6 @@ from tuning import objectives, spaces
 from tuning.objectives import Objective
 from tuning.spaces import Space
 
-ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = "search.json"
 LOOKED_AT = 32  # test images by which trials are compared while they train
 CERTIFIED = {"constrain": "finetune"}  # trainer -> the stage that is certified, a folder in its run folder

@@ -15,7 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from certizoo import UserError
-from certizoo.ports import free_port
+from certizoo.commit import ROOT
+from certizoo.ports import LOOPBACK, free_port
 from certizoo.processes import end_group
 from certizoo.registry.server import store
 from certizoo.registry.tracking import run_folder, runs
@@ -28,7 +29,6 @@ HOW = (
     "start one that all nodes reach (docker compose -f cluster/mlflow/compose.yaml up -d), then "
     "export MLFLOW_TRACKING_URI=http://USER:PASSWORD@HOST:5000"
 )
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 START_SECONDS = 600
 
 
@@ -53,7 +53,7 @@ def started(uri: str, log: Path, host: str = "127.0.0.1") -> Iterator[str]:
     """
     port = free_port()
     command = [sys.executable, "-m", "certizoo.registry", "ui", "--host", host, "--port", str(port)]
-    code = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    code = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = os.environ | {"MLFLOW_TRACKING_URI": uri, "PYTHONPATH": os.pathsep.join(code)}
     if host not in LOOPBACK:
         variables |= {"MLFLOW_SERVER_ALLOWED_HOSTS": f"{host}:*"}

@@ -15,6 +15,7 @@ from timm.models._hub import save_config_for_hf
 
 from certizoo import UserError, __version__
 from certizoo.documents import read_yaml
+from certizoo.norms import NAMES
 from zoo.models.factory import create_model
 from zoo.weights import fetch, table
 from zoo.weights.table import Entry
@@ -65,7 +66,7 @@ def write(said: Entry, folder: Path, place: str) -> None:
 def card(said: Entry, place: str) -> str:
     """Return the model card: what is certified, on which images, and how to load the weights."""
     rows = [
-        f"| {table.NORMS[norm]} | {eps:.4g} | {share:.1f} |"
+        f"| {NAMES[norm]} | {eps:.4g} | {share:.1f} |"
         for norm, curve in said.certified.items()
         for eps, share in curve.items()
     ]

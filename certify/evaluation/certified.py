@@ -7,7 +7,7 @@ from pathlib import Path
 from certify.rows import records
 from certify.rows.draws import Nonce, recorded
 from certify.rows.row_schema import Listed, Row, RowSchema, amount, chance
-from certify.rows.summary import Summary, norm_of
+from certify.rows.summary import Summary
 from certizoo import UserError
 
 SAME = {"weights_sha256": "weights", "data_digest": "data", "certizoo": "version of certizoo"}
@@ -23,7 +23,8 @@ class Certified:
 
     @property
     def norm(self) -> str:
-        return norm_of(self.said)
+        norm: str = self.said["norm"]
+        return norm
 
     @property
     def method(self) -> str:
@@ -45,7 +46,7 @@ class Certified:
         invalid.
         """
         for key, words in SAME.items():
-            if self.said.get(key) != subject[key]:
+            if self.said[key] != subject[key]:
                 raise UserError(f"certificate={self.folder} is of another {words}; certify again, or leave it out")
         names = {f"radius.{self.method}": amount, "seconds": amount, "failure": chance}
         columns = RowSchema(names, {"": lambda value: True})
@@ -62,8 +63,8 @@ class Certified:
 def read(folder: Path) -> Certified:
     """Read the folder of a finished certification. Raises UserError if it is not one, or has changed since."""
     said = records.require_rows(folder / records.CERTIFICATE, records.CERTIFICATES)
-    if not all(isinstance(said.get(key), str) for key in ("method", "nonce")):
+    if not said:
         raise UserError(f"certificate={folder} holds no finished certification; set it to a folder that certify wrote")
-    if said.get("served_dtype") not in (None, "float32"):
+    if said["served_dtype"] not in (None, "float32"):
         raise UserError(f"certificate={folder} is of a model served in {said['served_dtype']}; attacks take float32")
     return Certified(folder, said, {row["key"]: row for row in records.rows_at(folder / records.CERTIFICATES)})

@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from certify.rows.intervals import NAMES
 from certify.shared.certificate import UnsoundCertificate
 from certizoo.files import whole_file
+from certizoo.norms import NAMES
 
 FOLDER = "refuted"
 

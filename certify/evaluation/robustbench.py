@@ -14,8 +14,7 @@ import zoo
 from certify.rows.intervals import eps_words
 from certizoo.attacks.attack import Attack
 from certizoo.attacks.auto import AutoAttack
-
-THREATS = {"linf": "Linf", "l2": "L2"}
+from certizoo.norms import NAMES
 
 
 def load_model(reference: str) -> nn.Module:
@@ -43,7 +42,7 @@ def entries(summary: Mapping[str, Any], attacks: Mapping[str, Attack]) -> Iterat
         if isinstance(attack, AutoAttack) and attack == AutoAttack(attack.norm, attack.eps, seed=attack.seed):
             robust = f"{100 * summary['accuracy'][name]['accuracy']:.2f}"
             yield (
-                THREATS[attack.norm],
+                NAMES[attack.norm],
                 {
                     "link": "",
                     "name": summary["model"]["name"],

@@ -97,7 +97,7 @@ class Settings(Options):
             if asked not in (open_value, there):
                 raise UserError(f"certificate={certified.folder} has {key}={there}, not {asked}; set {key}={there}")
         return replace(
-            self, method=certified.method, nonce=certified.nonce, served_dtype=certified.said.get("served_dtype")
+            self, method=certified.method, nonce=certified.nonce, served_dtype=certified.said["served_dtype"]
         )
 
     def of(self, model: nn.Module | Model, shape_CHW: tuple[int, ...] | None = None) -> "Settings":

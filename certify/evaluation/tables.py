@@ -7,9 +7,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from certify.rows.intervals import NAMES, eps_words, interval, percent
+from certify.rows.intervals import eps_words, interval, percent
 from certify.rows.records import write_png
-from certify.rows.summary import Summary, counted, norm_of
+from certify.rows.summary import Summary, counted
+from certizoo.norms import NAMES
 from certizoo.text import code, markdown, plain
 
 COLUMNS = ("attack", "norm", "eps", "accuracy %", "certified %", "median L2", "s/image")
@@ -37,7 +38,7 @@ def card(summary: Summary) -> str:
         return f"{percent(of['accuracy'])} ({interval(of['accuracy'], summary['images'])})"
 
     flags = [f"- **{markdown(flag['name'])}**: {markdown(flag['message'])}" for flag in summary["flags"]] or ["None."]
-    certified = f"Certified by {summary['method']}, radii in {NAMES[norm_of(summary)]}."
+    certified = f"Certified by {summary['method']}, radii in {NAMES[summary['norm']]}."
     paragraphs = [
         f"# {markdown(summary['model']['name'])}: {markdown(summary['protocol'])}",
         f"{summary['images']} test images of {markdown(summary['dataset'])} (list sha256 "

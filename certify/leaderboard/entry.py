@@ -43,8 +43,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
 }
 AS_SERVED, EXACT = "as served", "exact"
 SOUND = (AS_SERVED, EXACT, "rounding uncounted", "norms estimated", "no", "unknown")  # how far a certificate is proved
-# may be missing. served_dtype: type in which the certified model is served; null: its float64 function
-OPTIONAL: dict[str, tuple[type, ...]] = {
+# of entries that are proved here. served_dtype: type in which the certified model is served; null: its float64 function
+PROVED: dict[str, tuple[type, ...]] = {
     "failure_probability": NUMBER,
     "nonces": (list,),
     "served_dtype": (*TEXT, *NONE),
@@ -67,8 +67,8 @@ def faults(entry: object) -> Iterator[str]:
     if not isinstance(entry, dict):
         yield "it is not a mapping"
         return
-    yield from _form(entry, FIELDS | {key: kinds for key, kinds in OPTIONAL.items() if key in entry}, "")
-    if served_in(entry) not in (None, *DTYPES):
+    yield from _form(entry, FIELDS if entry.get("published") is True else FIELDS | PROVED, "")
+    if entry.get("served_dtype") not in (None, *DTYPES):
         yield f"served_dtype is {str(entry['served_dtype'])[:60]!r}"
     yield from _soundness(entry)
     yield from _chance(entry)
@@ -90,8 +90,8 @@ def _soundness(entry: Entry) -> Iterator[str]:
     sound = entry.get("sound")
     if isinstance(sound, str) and sound not in SOUND:
         yield f"sound is {sound[:60]!r}; use {', '.join(SOUND)}"
-    elif entry.get("published") is False and sound != sound_of(served_in(entry)):
-        yield f"sound is {str(sound)[:60]!r}, and the certificate is proved {sound_of(served_in(entry))}"
+    elif entry.get("published") is False and sound != (proved := sound_of(entry.get("served_dtype"))):
+        yield f"sound is {str(sound)[:60]!r}, and the certificate is proved {proved}"
 
 
 def _chance(entry: Entry) -> Iterator[str]:
@@ -99,17 +99,14 @@ def _chance(entry: Entry) -> Iterator[str]:
     failure = entry.get("failure_probability", 0)
     if not (isinstance(failure, int | float) and 0 <= failure <= 1):
         yield f"failure_probability is {str(failure)[:60]!r}, not a probability"
-    nonces = entry.get("nonces", [])
+    nonces = entry.get("nonces")
+    if nonces == []:
+        yield "nonces is empty"
     for place, nonce in enumerate(nonces if isinstance(nonces, list) else ()):
         if isinstance(nonce, dict):
             yield from _form(nonce, NONCE, f"nonces.{place}.")
         else:
             yield f"nonces.{place} is {str(nonce)[:60]!r}"
-
-
-def served_in(entry: Entry) -> str | None:
-    """Return the type of the certified model; None means its float64 function, as in all earlier entries."""
-    return entry.get("served_dtype")
 
 
 def points(entry: Entry) -> Iterator[tuple[str, float, dict[str, Any]]]:

@@ -9,12 +9,12 @@ from typing import Any
 import zoo
 from certify.evaluation.run import EVALUATION
 from certify.evaluation.run import ROWS as EVALUATED
-from certify.leaderboard.entry import Entry, faults, served_in, sound_of
+from certify.leaderboard.entry import Entry, faults, sound_of
 from certify.leaderboard.nonces import of_entry
 from certify.rows import records
 from certify.rows.draws import recorded
 from certify.rows.intervals import at_most
-from certify.rows.summary import Summary, norm_of
+from certify.rows.summary import Summary
 from certify.stage.run import CERTIFICATE, ROWS
 from certizoo import UserError
 from zoo import penalty
@@ -32,9 +32,10 @@ ROUNDED = "; so does what the served model rounds anywhere in the ball"
 
 def summary_of(folder: Path) -> Summary:
     """Return the summary in a folder of results. Raises UserError if its rows have changed since."""
-    for name, rows in ((CERTIFICATE, ROWS), (EVALUATION, EVALUATED)):
-        if summary := records.require_rows(folder / name, rows):
-            return summary
+    if summary := records.require_rows(folder / CERTIFICATE, ROWS, search_radii=bool, numerics=dict):
+        return summary
+    if summary := records.require_rows(folder / EVALUATION, EVALUATED):
+        return summary
     raise UserError(f"{folder} holds neither {CERTIFICATE} nor {EVALUATION}; finish python -m certify there first")
 
 
@@ -45,15 +46,16 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
     source, paper, year (by default this one), and the command if another one made the results. Raises UserError.
     """
     first = summaries[0]
+    served = first["served_dtype"]
     for key in SAME:
-        if len({str(summary.get(key)) for summary in summaries}) > 1:
+        if len({str(summary[key]) for summary in summaries}) > 1:
             raise UserError(f"these results differ in {key}; pass results of one model on the same images")
     curves: dict[str, dict[str, Any]] = {}
     for summary in summaries:
         for norm, curve in _curves(summary).items():
             curves[norm] = curves.get(norm, {}) | curve
     methods = sorted({str(summary["method"]) for summary in summaries})
-    if methods != ["None"] and len(methods) > 1:
+    if methods == ["None"] or len(methods) > 1:
         raise UserError(f"these results are by methods {', '.join(methods)}; pass results of one method")
     name = said.get("name") or first["model"]["name"].rpartition(":")[2]
     entry = {
@@ -61,12 +63,12 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
         "title": said.get("title") or name,
         "dataset": first["dataset"],
         "images": first["images"],
-        "images_sha256": first.get("images_sha256"),
+        "images_sha256": first["images_sha256"],
         "clean": _percent(first["clean"]),
         "curves": curves,
         "method": methods[0],
-        **({"served_dtype": served_in(first)} if served_in(first) else {}),
-        "numerics": NUMERICS + (ROUNDED if served_in(first) else ""),
+        "served_dtype": served,
+        "numerics": NUMERICS + (ROUNDED if served else ""),
         "extra_data": bool(said.get("extra_data")),
         "parameters": parameters_of(first["model"]),
         "training": said.get("training") or _training(first),
@@ -78,12 +80,10 @@ def entry_of(summaries: Sequence[Summary], **said: Any) -> Entry:
         "year": said.get("year") or datetime.now(UTC).year,
         "paper": said.get("paper"),
         "attention": _attention(first),
-        "sound": sound_of(served_in(first)),
+        "sound": sound_of(served),
+        "failure_probability": float(at_most(failure_of(summaries))),
+        "nonces": nonces_of(summaries),
     }
-    if (failure := failure_of(summaries)) is not None:
-        entry["failure_probability"] = float(at_most(failure))
-    if nonces := nonces_of(summaries):
-        entry["nonces"] = nonces
     for fault in (*faults(entry), *of_entry(entry)):
         raise UserError(f"these results make no valid entry: {fault}")
     return entry
@@ -113,14 +113,14 @@ def _curves(summary: Summary) -> dict[str, dict[str, Any]]:
     if "worst_case" not in summary:
         attack = _attack_name(summary["attack"])
         return {
-            norm_of(summary): {
+            summary["norm"]: {
                 eps: {"certified": _percent(found["certified"]), "attacked": _percent(found["pgd"]), "attack": attack}
                 for eps, found in summary["accuracy"].items()
             }
         }
     curves: dict[str, dict[str, Any]] = {}
     for name, found in summary["accuracy"].items():
-        if found["eps"] is None or found["certified"] is None or found["norm"] != norm_of(summary):
+        if found["eps"] is None or found["certified"] is None or found["norm"] != summary["norm"]:
             continue
         point = {
             "certified": _percent(found["certified"]["accuracy"]),
@@ -158,53 +158,37 @@ def _command(summary: Summary) -> str:
     published = name in (entries := zoo.weights.entries()) and entries[name].sha256 == summary["weights_sha256"]
     words = [f"model={name}", "out=OUT"] if published or is_function(name) else ["handover=HANDOVER"]
     words += [f"data={summary['dataset']}", "data.root=SHARDS", f"images={summary['images']}"]
-    words += [f"method={summary['method']}", f"norm={norm_of(summary)}"]
-    words += [f"served_dtype={served_in(summary) or 'null'}"]
+    words += [f"method={summary['method']}", f"norm={summary['norm']}"]
+    words += [f"served_dtype={summary['served_dtype'] or 'null'}"]
     if "worst_case" in summary:
         return shlex.join(["python", "-m", "certify", "evaluate", *words, f"protocol={summary['protocol']}"])
     words += [f"eps=[{','.join(repr(eps) for eps in summary['eps'])}]", f"headline_eps={summary['headline_eps']!r}"]
     words += [f"attack.steps={summary['attack']['steps']}"]
-    words += [] if summary.get("search_radii", True) else ["search_radii=false"]
+    words += [] if summary["search_radii"] else ["search_radii=false"]
     return shlex.join(["python", "-m", "certify", *words])
 
 
 def _soundness(summaries: Sequence[Summary]) -> str:
-    served = served_in(summaries[0])
+    served = summaries[0]["served_dtype"]
     of = f"model as served in {served}, rounding included" if served else "served weights in exact arithmetic"
-    found = [f"Proved for the {of}."]
-    known = [chance for chance in map(_chance_of_an_image, summaries) if chance is not None]
-    if known:
-        one = f"Each radius is wrong with a probability of at most {at_most(max(known))}"
-        together = failure_of(summaries)
-        rest = "" if together is None else f", and at least one radius of the table with at most {at_most(together)}"
-        found.append(f"{one}{rest}.")
-    return " ".join([*found, "No attack succeeded within a certified radius."])
+    one = max(summary["numerics"]["failure_probability_of_an_image"] for summary in summaries)
+    return (
+        f"Proved for the {of}. Each radius is wrong with a probability of at most {at_most(one)}, and at least one "
+        f"radius of the table with at most {at_most(failure_of(summaries))}. No attack succeeded within a certified "
+        "radius."
+    )
 
 
-def failure_of(summaries: Sequence[Summary]) -> float | None:
-    """Return the probability that any of these radii is false, or None if a result records none.
-
-    It is the sum over the results. Where earlier code did not record that of a result, it is at most that of an image
-    times the number of images.
-    """
-    chances = list[float]()
-    for summary in summaries:
-        said, of_image = summary.get("numerics", {}), _chance_of_an_image(summary)
-        if of_image is None:
-            return None
-        chances.append(said.get("failure_probability_of_the_table", of_image * summary["images"]))
+def failure_of(summaries: Sequence[Summary]) -> float:
+    """Return the probability that any of these radii is false: the sum over the results."""
+    chances = (summary["numerics"]["failure_probability_of_the_table"] for summary in summaries)
     return min(1.0, sum(chances) * (1 + 1e-9))
 
 
-def _chance_of_an_image(summary: Summary) -> float | None:
-    chance: float | None = summary.get("numerics", {}).get("failure_probability_of_an_image")
-    return chance
-
-
 def nonces_of(summaries: Sequence[Summary]) -> list[dict[str, str | None]]:
-    """Return the nonces of these results and their origins; results of earlier code record none."""
-    found = [recorded(summary) for summary in summaries if "nonce_origin" in summary]
-    return [{"nonce": nonce.text, "origin": nonce.origin, "beacon": nonce.beacon} for nonce in dict.fromkeys(found)]
+    """Return the nonces of these results and their origins."""
+    found = dict.fromkeys(map(recorded, summaries))
+    return [{"nonce": nonce.text, "origin": nonce.origin, "beacon": nonce.beacon} for nonce in found]
 
 
 def _percent(share: float) -> float:

@@ -21,7 +21,7 @@ import torch
 
 import zoo
 from certify.leaderboard import nonces
-from certify.leaderboard.entry import Entry, faults, points, served_in
+from certify.leaderboard.entry import Entry, faults, points
 from certify.leaderboard.of_results import parameters_of
 from certify.leaderboard.rows import Rows, forged, shares
 from certify.methods import METHODS
@@ -75,7 +75,7 @@ def check(
         raise UserError(f"{entry['name']} is a figure published by others, which no command here can recheck")
     if entry["method"] not in METHODS:
         raise UserError(f"method {entry['method']!r} cannot be rechecked; it is none of {', '.join(METHODS)}")
-    require_served(served_in(entry), entry["method"], "the entry's served_dtype")
+    require_served(entry["served_dtype"], entry["method"], "the entry's served_dtype")
     wrong = [*faults(entry), *_weights(entry, handover), *nonces.of_entry(entry)]
     if wrong:
         return Found([], wrong)  # the figures of other weights would say nothing
@@ -91,7 +91,7 @@ def check(
     wrong += shares(entry, claimed)
     if wrong:
         return Found(words, wrong)
-    words.append(f"certified again, like the entry: {_words(served_in(entry))}")
+    words.append(f"certified again, like the entry: {_words(entry['served_dtype'])}")
     picked = frozenset(random.SystemRandom().sample(range(listed.total), min(sample, listed.total)))
     for norm in entry["curves"]:
         rows = list(_rows(entry, norm, handover, listed, picked, progress))
@@ -147,7 +147,7 @@ def _rows(
         headline_eps=grid[0],
         attack=replace(DEFAULT_ATTACK, steps=_steps(entry, norm)),
         nonce=lanczos.new_nonce(),
-        served_dtype=served_in(entry),
+        served_dtype=entry["served_dtype"],
     )
     work, place, done = CertifyBatch(handover, settings=settings), 0, 0
     for batch in listed.batches():

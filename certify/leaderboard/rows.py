@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from certify.leaderboard import nonces
-from certify.leaderboard.entry import Entry, points, served_in
+from certify.leaderboard.entry import Entry, points
 from certify.leaderboard.of_results import failure_of, nonces_of, summary_of
 from certify.rows.row_schema import Row
-from certify.rows.summary import norm_of
 from certify.stage.outcomes import CERTIFIED
 from certify.stage.run import ROWS
 from certizoo import UserError
@@ -31,7 +30,7 @@ def rows_of(folders: list[Path], entry: Entry) -> Rows:
         summary, file = summary_of(folder), folder / ROWS
         if summary["weights_sha256"] != entry["weights_sha256"]:
             raise UserError(f"the rows in {folder} are of other weights; set results= to those of the entry")
-        if (of := served_in(summary)) != served_in(entry):
+        if (of := summary["served_dtype"]) != entry["served_dtype"]:
             raise UserError(f"the rows in {folder} are of served_dtype={of or 'null'}; set results= to the entry's")
         if not file.is_file() or file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file} is missing or larger than {MAX_BYTES >> 30} GiB; set results= to another folder")
@@ -40,7 +39,7 @@ def rows_of(folders: list[Path], entry: Entry) -> Rows:
             raise UserError(f"{folder}: {fault}")
         try:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
-            found[norm_of(summary)] = {row["key"]: row for row in rows}
+            found[summary["norm"]] = {row["key"]: row for row in rows}
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} holds invalid rows ({error!r}); certify again") from None
     return found

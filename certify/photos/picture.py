@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from certify.photos.predict import Answer
-from certify.rows.intervals import NAMES
+from certizoo.norms import NAMES
 
 SIDE, GAP, TEXT = 288, 16, 52  # pixels: of a panel, between panels, and of the text below
 INK, DIM, PAPER = "#1b1f24", "#5a6470", "#ffffff"

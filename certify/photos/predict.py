@@ -20,7 +20,7 @@ from certify.photos.names import names_of
 from certify.photos.photo import Photo
 from certify.rows.devices import Device, device_of
 from certify.rows.draws import draws
-from certify.rows.intervals import NAMES, radius_in
+from certify.rows.intervals import radius_in
 from certify.shared.bake import logit_differences
 from certify.shared.ball import NORMS, known
 from certify.shared.certificate import Certifier
@@ -28,6 +28,7 @@ from certizoo import UserError
 from certizoo.attacks import AttackConfig
 from certizoo.attacks.norms import distance
 from certizoo.config.schema import Ge, Le, OneOf, Section, Text
+from certizoo.norms import NAMES
 from zoo.bounds import lanczos
 from zoo.bounds.rule_table import NoRule
 

@@ -26,9 +26,9 @@ from certify.photos.predict import Answer, Predictor
 from certify.shared.certificate import UnsoundCertificate
 from certizoo import UserError
 from certizoo.config.schema import Port, Section
+from certizoo.ports import LOOPBACK
 
 EVERY = ("0.0.0.0", "::")  # all addresses of this machine
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 AT_ONCE = 8  # connections; further ones are closed
 SECONDS = 30  # that a connection may be silent
 PATIENCE = 120  # seconds within which a whole request must arrive

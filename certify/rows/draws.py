@@ -5,7 +5,6 @@ Every image has its own random numbers, independent of the other images, their o
     drawn     by the run itself, after weights and images were fixed
     derived   SHA-256 of the weights, the image list and a beacon, a text that was published after both
     given     chosen by somebody, who may have tried others before
-    unknown   not recorded, in results of earlier code
 """
 
 import hashlib
@@ -16,13 +15,12 @@ from typing import Any
 
 from torch import Generator
 
-from certify.rows.records import SUBJECT
+from certify.rows.records import subject_in
 from certizoo import UserError
-from certizoo.documents import read_json
 from certizoo.text import shown
 from zoo.bounds import lanczos
 
-DRAWN, GIVEN, DERIVED, UNKNOWN = "drawn", "given", "derived", "unknown"
+DRAWN, GIVEN, DERIVED = "drawn", "given", "derived"
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class Nonce:
 
 
 def recorded(said: Mapping[str, Any]) -> Nonce:
-    """Return the nonce of a subject or summary; its origin is `unknown` in those of earlier code."""
-    return Nonce(said["nonce"], said.get("nonce_origin", UNKNOWN), said.get("beacon"))
+    """Return the nonce of a subject or summary."""
+    return Nonce(said["nonce"], said["nonce_origin"], said["beacon"])
 
 
 def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce:
@@ -50,10 +48,10 @@ def nonce_of(given: str | None, rows: Path, parts: Sequence[Path] = ()) -> Nonce
     images were fixed. The origin that existing rows record for a nonce is kept, even if the same nonce is given.
     """
     for folder in (rows.parent, *(() if given else parts)):
-        note = folder / SUBJECT
-        said = read_json(note) if (folder / rows.name).exists() and note.exists() else {}
-        if isinstance(said, dict) and isinstance(said.get("nonce"), str) and given in (None, said["nonce"]):
-            return recorded(said)
+        if (folder / rows.name).exists():
+            found = recorded(subject_in(folder))
+            if given in (None, found.text):
+                return found
     return Nonce(given, GIVEN) if given else Nonce(lanczos.new_nonce(), DRAWN)
 
 

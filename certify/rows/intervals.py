@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-NAMES = {"l2": "L2", "linf": "Linf"}  # display names of norms
+from certizoo.norms import LINF, NAMES
+
 Z = 1.959963984540054  # the 97.5 % point of the normal distribution: intervals of 95 %
 
 
@@ -44,17 +45,17 @@ def eps_words(eps: float | None) -> str:
 
 def eps_in(norm: str, eps: float) -> str:
     """Format an eps of certificates in this norm: '0.1' for L2, '8/255' for Linf if it is a multiple of 1/255."""
-    return eps_words(eps) if norm == "linf" else f"{eps:g}"
+    return eps_words(eps) if norm == LINF else f"{eps:g}"
 
 
 def radius_in(norm: str, radius: float) -> str:
     """Format a measured radius: '0.1234' for L2, '1.234/255' for Linf."""
-    return f"{255 * radius:.3f}/255" if norm == "linf" else f"{radius:.4f}"
+    return f"{255 * radius:.3f}/255" if norm == LINF else f"{radius:.4f}"
 
 
 def axis_of(norm: str) -> tuple[float, str]:
     """Return the factor from radii to the unit of their axis, and its label."""
-    if norm == "linf":
+    if norm == LINF:
         return 255.0, "Linf radius eps in 1/255 of [0,1] pixel space"
     return 1.0, f"{NAMES[norm]} radius eps in [0,1] pixel space"
 

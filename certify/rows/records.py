@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from certify.rows.row_schema import Listed, Row, RowSchema
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
 CERTIFICATES, CERTIFICATE = "certificates.jsonl", "certificate.json"  # an evaluation reads them, too
-UNSAID = {
-    "norm": "l2",
-    "first": 0,
-    "search_radii": True,
-}  # values for subjects of earlier code, which did not record them
+KEYS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("weights_sha256", "data_digest", "images_sha256", "certizoo"), str),
+    **dict.fromkeys(("norm", "nonce", "nonce_origin"), str),
+    **dict.fromkeys(("method", "served_dtype", "beacon"), str | None),
+    **dict.fromkeys(("first", "images"), int),
+}  # of every subject and summary
 SAME_NONCE = ("nonce_origin", "beacon")  # keys that may differ, as only the nonce itself decides rows
 OF_IMAGES = ("first", "images", "images_sha256")  # keys in which the ranges of one result differ
 
@@ -77,11 +79,18 @@ def rows_at(path: Path) -> list[Row]:
 
 
 def begins(folder: Path) -> int:
-    """Return the index of a result's first image; -1 if it is not recorded, which `taken_over` refuses."""
+    """Return the index of a result's first image; -1 if it has no valid subject, which `taken_over` refuses."""
     try:
-        return _first(_said(folder / SUBJECT))
+        return int(subject_in(folder)["first"])
     except UserError:
         return -1
+
+
+def subject_in(folder: Path) -> Row:
+    """Return the subject of the results in a folder. Raises UserError if there is none, or if it is invalid."""
+    if not (folder / SUBJECT).exists():
+        raise UserError(f"{folder} is no folder of results, as it has no {SUBJECT}; choose another out=DIR")
+    return _whole(folder / SUBJECT, KEYS)
 
 
 def taken_over(
@@ -97,13 +106,13 @@ def taken_over(
         lines = part.read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"parts: {part} cannot be read ({error.strerror}); set parts= to folders of results") from None
-    theirs, ours = _said(folder / SUBJECT), _said(path.parent / SUBJECT)
+    theirs, ours = subject_in(folder), subject_in(path.parent)
     if changed := _changed(theirs, ours, (*OF_IMAGES, *SAME_NONCE)):
         raise UserError(f"parts: {folder} holds results with another {changed}; certify that range with the same")
     found = [_parsed(line) for line in lines]
-    if len(found) != theirs.get("images"):
-        raise UserError(f"parts: {folder} has {len(found)} rows of {theirs.get('images')}; finish that range first")
-    first, own_first = _first(theirs), ours["first"]
+    if len(found) != theirs["images"]:
+        raise UserError(f"parts: {folder} has {len(found)} rows of {theirs['images']}; finish that range first")
+    first, own_first = theirs["first"], ours["first"]
     if not 0 <= first - own_first <= len(rows):
         raise UserError(
             f"parts: {folder} begins with image {first}, but there are rows of {own_first} to {own_first + len(rows)}; "
@@ -142,20 +151,16 @@ def digests(folder: Path, *names: str) -> dict[str, dict[str, str | None]]:
     return {DIGESTS: {name: _digest(folder / name) for name in names}}
 
 
-def require_rows(summary: Path, *names: str) -> dict[str, Any]:
-    """Return the content of a summary, {} if there is none yet.
+def require_rows(summary: Path, *names: str, **keys: type) -> dict[str, Any]:
+    """Return the content of a summary with these further `keys`, {} if there is none yet.
 
-    Raises UserError if one of the files `names` beside it has changed since; summaries of earlier code record no
-    digests.
+    Raises UserError if one of the files `names` beside it has changed since, or if another version wrote it.
     """
     if not summary.exists():
         return {}
-    content = read_json(summary)
-    said = content.get(DIGESTS, {}) if isinstance(content, dict) else None
-    if not isinstance(said, dict):
-        raise UserError(f"{summary} is not a summary of results; remove it, and the same command writes it again")
+    content = _whole(summary, KEYS | {DIGESTS: dict} | keys)
     for name in names:
-        if name in said and said[name] != _digest(summary.with_name(name)):
+        if content[DIGESTS].get(name) != _digest(summary.with_name(name)):
             raise UserError(
                 f"{summary} was not made from the {name} beside it, which is missing or was changed; remove "
                 f"{summary.name} to write it again from these rows, or remove the folder"
@@ -190,35 +195,29 @@ def _same_subject(path: Path, subject: Row) -> None:
 
     A folder without rows belongs to no subject, so a new one replaces its record.
     """
-    note = path.parent / SUBJECT
     if not any(path.parent.glob("*.jsonl")):
-        write_json(note, subject)
+        write_json(path.parent / SUBJECT, subject)
         return
-    if changed := _changed(_said(note), subject, SAME_NONCE):
+    if changed := _changed(subject_in(path.parent), subject, SAME_NONCE):
         raise UserError(
             f"{path.parent} holds results with another {changed}; remove that folder or choose another out=DIR"
         )
 
 
-def _said(note: Path) -> Row:
-    """Read a `subject.json`."""
-    if not note.exists():
-        raise UserError(f"{note.parent} is no folder of results, as it has no {SUBJECT}; choose another out=DIR")
-    content = read_json(note)
-    if not isinstance(content, dict):
-        raise UserError(f"{note} does not describe these results; remove {note.parent}")
-    return content
-
-
-def _first(subject: Row) -> int:
-    """Return the index of the subject's first image, -1 if it is not recorded."""
-    first = subject.get("first", UNSAID["first"])
-    return first if type(first) is int else -1
+def _whole(path: Path, keys: Mapping[str, type | UnionType]) -> Row:
+    """Read a subject or summary. Raises UserError if a key that this version writes is missing or invalid."""
+    content = read_json(path)
+    said: Row = content if isinstance(content, dict) else {}
+    if wrong := [key for key, kind in keys.items() if not isinstance(said.get(key, ...), kind)]:
+        raise UserError(
+            f"{path} was written by another version, as its {wrong[0]} is missing or invalid; remove {path.parent} and "
+            "certify again"
+        )
+    return said
 
 
 def _changed(before: Mapping[str, Any], subject: Mapping[str, Any], but: Sequence[str] = ()) -> str | None:
     """Return the first key, except those in `but`, in which two subjects differ."""
-    before = {key: value for key, value in UNSAID.items() if key in subject} | dict(before)
     absent = object()
     keys = dict.fromkeys([*subject, *before])  # in order: the norm comes before the attack that follows from it
     changed = (key for key in keys if key not in but and before.get(key, absent) != subject.get(key, absent))

@@ -29,12 +29,6 @@ def subject_of(handover: Path, listed: ImageList, **asked: Any) -> Summary:
     }
 
 
-def norm_of(summary: Summary) -> str:
-    """Return the norm of the certified radii; L2 in results of earlier code, which do not record it."""
-    norm: str = summary.get("norm", "l2")
-    return norm
-
-
 def counted(summary: Summary) -> str:
     """Return the number of images, or of sentences, and their data set."""
     kind = "sentences" if "vocabulary" in summary["model"] else "images"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from certizoo.nearest import unknown
+from certizoo.norms import L2, LINF
 from zoo.arithmetic import U
 
-L2, LINF = "l2", "linf"
 NORMS = (L2, LINF)
 
 

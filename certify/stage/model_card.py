@@ -3,8 +3,9 @@
 A paragraph is one line, since the registry shows every line break.
 """
 
-from certify.rows.intervals import NAMES, at_most, eps_in, interval, percent, radius_in
-from certify.rows.summary import Summary, norm_of
+from certify.rows.intervals import at_most, eps_in, interval, percent, radius_in
+from certify.rows.summary import Summary
+from certizoo.norms import NAMES
 from certizoo.text import code, markdown
 from zoo import penalty
 
@@ -31,13 +32,13 @@ def _about(summary: Summary) -> str:
         f"{markdown(summary['attention'])} attention, trained on {markdown(summary['dataset'])} (penalty: "
         f"{markdown(penalty.name_of(summary['penalty']))}). Clean accuracy {percent(clean)} % ({interval(clean, n)}) "
         f"on {n} test images (list sha256 {code(summary['image_list_sha256'][:16])}); median certified radius "
-        f"{radius_in(norm_of(summary), summary['median_radius'])} ({NAMES[norm_of(summary)]})."
+        f"{radius_in(summary['norm'], summary['median_radius'])} ({NAMES[summary['norm']]})."
     )
 
 
 def _table(summary: Summary) -> str:
     """Return the accuracies with their 95 % intervals; the headline is bold."""
-    n, bold, norm = summary["images"], f"{summary['headline_eps']:g}", norm_of(summary)
+    n, bold, norm = summary["images"], f"{summary['headline_eps']:g}", summary["norm"]
 
     def row(eps: str, at: dict[str, float]) -> str:
         shown = [f"{percent(at[key])} ({interval(at[key], n)})" for key in ("certified", "pgd")]
@@ -53,7 +54,7 @@ def _proof(summary: Summary) -> list[str]:
     """Return the paragraphs about the certificate and its assumptions."""
     attack, numerics, threat = summary["attack"], summary["numerics"], summary["threat_model"]
     return [
-        f"**Threat model.** {NAMES[norm_of(summary)]} ball in {threat['space']}.",
+        f"**Threat model.** {NAMES[summary['norm']]} ball in {threat['space']}.",
         f"**Attack.** PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, on the "
         "same images.",
         f"**Numerics.** {numerics['dtype']}; {numerics['norms']}; {numerics['slack']}. {chance(numerics)} The "
@@ -96,7 +97,7 @@ def _model(summary: Summary) -> list[str]:
     if breakdown and breakdown["steps"]:
         name, cost = max(breakdown["steps"].items(), key=lambda item: item[1])
         what = f"radius times {cost:.3g}" if breakdown["quantity"] == "growth" else f"{percent(cost)} % of the loss"
-        eps = eps_in(norm_of(summary), breakdown["eps"])
+        eps = eps_in(summary["norm"], breakdown["eps"])
         found.append(f"**Costliest step.** {code(name)}: {what} at eps {eps}, of {len(breakdown['steps'])} steps.")
     return found
 

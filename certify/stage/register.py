@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from certify.rows.records import require_rows
-from certify.rows.summary import norm_of
 from certify.stage import tables
 from certify.stage.run import CARD, CERTIFICATE, TABLE
 from certizoo import UserError
@@ -39,7 +38,7 @@ def publish(
     summary = require_rows(folder / CERTIFICATE, TABLE)
     if not summary:
         raise UserError(f"{out} holds no {CERTIFICATE}, and only certified models are published; certify it first")
-    if summary.get("first"):
+    if summary["first"]:
         raise UserError(f"{out} covers only test images from {summary['first']} on; join the ranges with parts=")
     version = publish_version(
         folder,
@@ -48,7 +47,7 @@ def publish(
         description=(folder / CARD).read_text(),
         metrics=tables.metrics(summary),
         experiment=experiment,
-        headline=version_tags.share(version_tags.CERTIFIED, norm_of(summary), f"{summary['headline_eps']:g}"),
+        headline=version_tags.share(version_tags.CERTIFIED, summary["norm"], f"{summary['headline_eps']:g}"),
         uri=uri,
     )
     if version.version is None:

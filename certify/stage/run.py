@@ -132,18 +132,12 @@ def _summary(table: pd.DataFrame, subject: Summary, config: Summary, settings: S
         "numerics": _numerics(table, settings.served_dtype),
         "assumptions": _assumptions(table, settings),
         **image_facts(table, settings.method),
-        "clean_without_content": _without_content(table),
+        "clean_without_content": float(table[POSITION_ONLY].mean()) if POSITION_ONLY in table else None,
         **({COLUMN: float(table[COLUMN].mean())} if COLUMN in table else {}),
         "accuracy": {f"{eps:g}": _accuracy(table, f"{eps:g}") for eps in settings.grid},
         "breakdown": averaged(table, settings.headline),
         "seconds_per_image": float(table["seconds"].mean()),
     }
-
-
-def _without_content(table: pd.DataFrame) -> float | None:
-    """Return the accuracy by positions alone; None if some rows are of earlier code that did not measure it."""
-    known = POSITION_ONLY in table and table[POSITION_ONLY].notna().all()
-    return float(table[POSITION_ONLY].mean()) if known else None
 
 
 def _accuracy(table: pd.DataFrame, eps: str) -> Summary:

@@ -9,9 +9,10 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from certify.rows.intervals import NAMES, axis_of, end_of_axis, eps_in, percent, wilson
+from certify.rows.intervals import axis_of, end_of_axis, eps_in, percent, wilson
 from certify.rows.records import write_png
-from certify.rows.summary import Summary, counted, norm_of
+from certify.rows.summary import Summary, counted
+from certizoo.norms import NAMES
 from certizoo.registry.versions import version_tags
 from certizoo.text import plain
 from zoo import penalty
@@ -47,7 +48,7 @@ def table(summary: Summary) -> Table:
     """Return the final table of a run, for the terminal."""
     title = f"{summary['model']['name']} on {counted(summary)}, in %"
     made = Table(title=Text(plain(title)))
-    norm = norm_of(summary)
+    norm = summary["norm"]
     for column in (f"{NAMES[norm]} eps", "clean", "PGD", f"certified ({summary['method']})", "unknown"):
         made.add_column(column, justify="right")
     for eps, accuracy in summary["accuracy"].items():
@@ -61,7 +62,7 @@ def tags(summary: Summary) -> dict[str, str]:
 
     In a norm other than L2 they are `certified_acc.<norm>.<eps>`, as the registry defines them.
     """
-    norm, accuracy = norm_of(summary), summary["accuracy"]
+    norm, accuracy = summary["norm"], summary["accuracy"]
     return {key: f"{value:.4f}" for key, value in metrics(summary).items()} | {
         "method": summary["method"],
         "dataset": summary["dataset"],
@@ -91,5 +92,5 @@ def metrics(summary: Summary) -> dict[str, float]:
     values = {"clean_acc": summary["clean"]}
     for eps, accuracy in summary["accuracy"].items():
         for family, key in version_tags.SHARES.items():
-            values[version_tags.share(family, norm_of(summary), eps)] = accuracy[key]
+            values[version_tags.share(family, summary["norm"], eps)] = accuracy[key]
     return values

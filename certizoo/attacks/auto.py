@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from certizoo import UserError
 from certizoo.attacks.attack import Draws
 from certizoo.attacks.guard import Forward, classes_of, inside
 from certizoo.attacks.loop import probing
-from certizoo.config.schema import Count, OneOf, Positive, Section, Whole
+from certizoo.attacks.norms import NormName
+from certizoo.config.schema import Count, Positive, Section, Whole
 from certizoo.inputs import labels_given, require_radius
+from certizoo.norms import LINF, NAMES
 
 STANDARD = ("apgd-ce", "apgd-t", "fab-t", "square")
 LEAST_CLASSES = {"apgd-ce": 2, "apgd-dlr": 3, "apgd-t": 4, "fab": 2, "fab-t": 2, "square": 2}
-NORMS = {"linf": "Linf", "l2": "L2"}  # the authors' names
 TARGETS = 9
 LEAST_SIDE = 5  # pixels: Square's first step in L2 tiles the image five by five
 
@@ -47,7 +48,7 @@ class AutoAttack(Section):
     """
 
     together: ClassVar[bool] = True
-    norm: Annotated[str, OneOf("linf", "l2")] = "linf"
+    norm: NormName = LINF
     eps: Positive = 8 / 255
     attacks: tuple[str, ...] = STANDARD
     seed: Whole = 0
@@ -92,7 +93,7 @@ class AutoAttack(Section):
 
         classes = classes_of(forward, x_BCHW, labels_B)
         self.require_model(forward, classes, min(x_BCHW.shape[2:]))
-        authors = Authors(forward, norm=NORMS[self.norm], eps=self.eps, seed=self.seed, device=x_BCHW.device)
+        authors = Authors(forward, norm=NAMES[self.norm], eps=self.eps, seed=self.seed, device=x_BCHW.device)
         authors.attacks_to_run = list(self.attacks)
         authors.apgd_targeted.n_target_classes = authors.fab.n_target_classes = min(TARGETS, classes - 1)
         authors.square.n_queries = self.queries

@@ -12,7 +12,7 @@ Legend: B batch, R those of its images that are still attacked (`rows`), C chann
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -20,11 +20,12 @@ from certizoo import UserError
 from certizoo.attacks.attack import Draws
 from certizoo.attacks.attention import LOSS_NAMES, loss_of
 from certizoo.attacks.losses import refusing, require_three
-from certizoo.attacks.norms import NORMS
+from certizoo.attacks.norms import NORMS, NormName
 from certizoo.attacks.points import Judge, Rows, Threat, Worst
-from certizoo.config.schema import Count, NonNegative, OneOf, Positive, Section
+from certizoo.config.schema import Count, NonNegative, Positive, Section
 from certizoo.inputs import labels_given, require_radius
 from certizoo.nearest import unknown
+from certizoo.norms import LINF
 
 Disturb = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,7 +49,7 @@ class AttackConfig(Section):
     """
 
     together: ClassVar[bool] = False
-    norm: Annotated[str, OneOf("linf", "l2")] = "linf"
+    norm: NormName = LINF
     eps: NonNegative = 4 / 255
     steps: Count = 10
     step_size: Positive | None = None

@@ -26,6 +26,7 @@ from certizoo.attacks.loop import probing
 from certizoo.attacks.norms import distance
 from certizoo.config.schema import Count, Ge, NonNegative, Positive, Section
 from certizoo.inputs import labels_given
+from certizoo.norms import L2
 
 OPEN = 0.999999  # keeps pixels 0 and 1 away from the ends of tanh
 BEYOND, SMALL = 1e-4, 1e-8  # DeepFool: what a step adds to its length, and to the norm of a gradient
@@ -41,7 +42,7 @@ class CarliniWagner(Section):
             distance.
     """
 
-    norm: ClassVar[str] = "l2"
+    norm: ClassVar[str] = L2
     eps: ClassVar[float | None] = None
     together: ClassVar[bool] = False
     c: Positive = 1.0
@@ -98,7 +99,7 @@ class Nearest:
 
     def see(self, x_RCHW: Tensor, fools_R: Tensor) -> Tensor:
         """Take over what fools from nearer; return fools_R."""
-        away_R = distance(x_RCHW, self.images_RCHW, "l2")
+        away_R = distance(x_RCHW, self.images_RCHW, L2)
         nearer_R = fools_R & (away_R < self.away_R)
         self.x_RCHW = torch.where(nearer_R[:, None, None, None], x_RCHW, self.x_RCHW)
         self.away_R = torch.where(nearer_R, away_R, self.away_R)
@@ -109,7 +110,7 @@ class Nearest:
 class DeepFool(Section):
     """DeepFool in L2: it tries the boundaries of the `candidates` likeliest classes and goes `overshoot` beyond."""
 
-    norm: ClassVar[str] = "l2"
+    norm: ClassVar[str] = L2
     eps: ClassVar[float | None] = None
     together: ClassVar[bool] = False
     steps: Count = 50
@@ -168,6 +169,6 @@ def _nearest(
         found_RCHW = boxed(found_RCHW, images_RCHW)
         counts_R = fooled(forward, found_RCHW, labels_R)
     if threshold is not None:
-        counts_R &= distance(found_RCHW, images_RCHW, "l2") <= threshold
+        counts_R &= distance(found_RCHW, images_RCHW, L2) <= threshold
     adversarial_BCHW[right_R] = torch.where(counts_R[:, None, None, None], found_RCHW, images_RCHW)
     return adversarial_BCHW

@@ -4,10 +4,13 @@ Legend: delta_BCHW perturbation, grad_BCHW gradient of the attack's loss for the
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
+
+from certizoo import norms
+from certizoo.config.schema import OneOf
 
 Draw = Callable[[Callable[..., Tensor]], Tensor]
 TINY = 1e-30  # below any useful gradient, above float32's smallest number
@@ -63,10 +66,11 @@ class L2:
         return delta_BCHW * (eps / _norm_B111(delta_BCHW).clamp_min(TINY)).clamp_max(1.0)
 
 
-NORMS: dict[str, Norm] = {"linf": Linf(), "l2": L2()}
+NORMS: dict[str, Norm] = {norms.LINF: Linf(), norms.L2: L2()}
+NormName = Annotated[str, OneOf(*NORMS)]
 
 
 def distance(adversarial_BCHW: Tensor, images_BCHW: Tensor, norm: str) -> Tensor:
     """Return distance_B between two batches in the norm, in float64."""
-    order = {"linf": torch.inf, "l2": 2.0}[norm]
+    order = {norms.LINF: torch.inf, norms.L2: 2.0}[norm]
     return (adversarial_BCHW.double() - images_BCHW.double()).flatten(1).norm(p=order, dim=1)

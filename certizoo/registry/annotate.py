@@ -1,6 +1,5 @@
 """Add later measurements to a registered version."""
 
-import logging
 from collections.abc import Mapping
 
 from certizoo import UserError
@@ -10,9 +9,6 @@ from certizoo.registry.server import store
 from certizoo.registry.tracking import run_folder, runs
 from certizoo.registry.tracking.run_folder import Point
 from certizoo.registry.versions import version_tags
-from certizoo.text import plain
-
-logger = logging.getLogger(__name__)
 
 
 def annotate(reference: str, tags: Mapping[str, str], metrics: Mapping[str, float], weights_sha256: str) -> Version:
@@ -41,10 +37,8 @@ def annotate(reference: str, tags: Mapping[str, str], metrics: Mapping[str, floa
 
 
 def _check(version: Version, tags: Mapping[str, str], weights_sha256: str) -> None:
-    own = version.tags.get(version_tags.WEIGHTS)
-    if own is None:
-        logger.warning("%s was published by earlier code, which did not record its weights", plain(version.uri))
-    elif own != weights_sha256:
+    own = version.tags.get(version_tags.WEIGHTS, "unknown")
+    if own != weights_sha256:
         raise UserError(
             f"{version.uri} has weights {own[:16]}, but {weights_sha256[:16]} were measured: nothing written"
         )

@@ -1,11 +1,9 @@
 """Pages of packages: the names of `__all__`, read from the code without running it."""
 
 from collections.abc import Callable
-from pathlib import Path
 
+from docs import ROOT
 from docs.generate import docstrings
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def page_of(package: str) -> Callable[[], str]:

@@ -6,12 +6,12 @@ from importlib import import_module
 from pathlib import Path
 
 import certify.__main__ as certify
+from certizoo.config.compose import CONFIGS
 from certizoo.config.keys import keys_of
 from certizoo.config.schema import words_of
 from docs.generate.tables import cell, code, table
 from trainers.job.keys import TrainerKeys
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Commands, in the order in which users meet them; other files belong to `python -m certify`. Then the groups that their
 # `defaults` choose from. Recipes (model, experiment) have their own page.
 COMMANDS = {

@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from certify.rows.intervals import NAMES as NORMS
+from certizoo.norms import NAMES as NORMS
+from docs import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "leaderboard"
+FOLDER = ROOT / "leaderboard"
 DATASETS = {
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",

@@ -5,8 +5,8 @@ import io
 import json
 import re
 
-from certify.rows.intervals import NAMES as NORMS
 from certify.stage.report.html import el
+from certizoo.norms import NAMES as NORMS
 from docs.generate import board_chart, board_table
 from docs.generate.entries import Entry, Question, entries, eps_name, questions, share, simple
 from docs.generate.tables import cell, code, table

@@ -8,9 +8,10 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-ROOT = Path(__file__).resolve().parents[2]
+from docs import ROOT
+
 COPIES = "files"  # folder of the site with copies of files
 # Pages of the site by path in the repository; a folder stands for everything in it.
 PAGES = {

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+from docs import ROOT
 from docs.generate import (
     api,
     commands,
@@ -59,7 +60,7 @@ def _part(word: str, path: str | None, page: str | None) -> str:
 
 def _included(path: str, page: str) -> str:
     """Return a Markdown file of the repository without its first heading, as a part of docs/`page`."""
-    text = re.sub(r"\A# .*\n", "", (links.ROOT / path).read_text())
+    text = re.sub(r"\A# .*\n", "", (ROOT / path).read_text())
     return four_spaces(links.rebased(text, path.rpartition("/")[0], page))
 
 

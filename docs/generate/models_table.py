@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from docs.generate.links import ROOT
+from benchmarks.record import RESULTS
 from docs.generate.tables import cell, code, table
 
-FILE = ROOT / "benchmarks" / "results" / "models_cpu.json"
+FILE = RESULTS / "models_cpu.json"
 HEADS = ("model", "accepted", "method", "median radius", "seconds an image", "memory, MiB", "starts of the attack")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import nbformat
 
-from docs.generate.links import ROOT
+from docs import ROOT
 
 PATH = ROOT / "docs" / "notebooks" / "ten_minutes.ipynb"
 PICTURE, TEXT = "image/png", "text/plain"

@@ -1,12 +1,12 @@
 """Recipes and experiments: every file in full, as a lab note, after the table of those without a file."""
 
-from docs.generate.config_keys import CONFIGS
+from certizoo.config.compose import CONFIGS
+from certizoo.config.recipes import TABLES
 
 GROUPS = {
     "model": "deepspeed trainers/adv_train.py +model=",
     "experiment": "deepspeed trainers/adv_train.py +experiment=",
 }
-TABLES = {"model": "names", "experiment": "experiments"}
 
 
 def markdown() -> str:
@@ -15,7 +15,7 @@ def markdown() -> str:
 
 
 def _group(name: str, command: str) -> str:
-    paths = [CONFIGS / f"{TABLES[name]}.yaml", *sorted((CONFIGS / name).glob("*.yaml"))]
+    paths = [CONFIGS / TABLES[name], *sorted((CONFIGS / name).glob("*.yaml"))]
     boxes = [_box(path.stem, path.read_text()) for path in paths]
     return f"## `{command}NAME`\n\n" + "\n".join(boxes)
 

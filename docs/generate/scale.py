@@ -6,14 +6,13 @@ Every factor comes from a file of benchmarks/results, with its command, from a c
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.record import RESULTS
 from certizoo.config.compose import compose_config
 from docs.generate.tables import cell, table
 from zoo.models.overview import summary
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 NODES, GPUS = 8, 8
 RANKS = NODES * GPUS
 MODEL, EXPERIMENT = "spec_vit_b", "specformer_imagenet_adv"

@@ -5,12 +5,11 @@ The purpose is in comments, which TOML's own reader drops, so lists of requireme
 
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
+from docs import ROOT
 from docs.generate.tables import cell, code, table
 
-ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENT = re.compile(r'^\s*"([A-Za-z0-9._-]+)(\[[\w,]+\])?([^"]*)",?\s*(?:#\s*(.*))?$')
 SECTION = re.compile(r"^(\w+) = \[\s*(?:#.*)?$")
 ONE_LINE = re.compile(r"^(\w+) = \[(.+)\]\s*(?:#\s*(.*))?$")

@@ -3,10 +3,9 @@
 import json
 
 import zoo
-from docs.generate.links import ROOT
+from benchmarks.record import RESULTS
 from docs.generate.tables import cell, code, table
 
-RESULTS = ROOT / "benchmarks" / "results"
 FILE = RESULTS / "weights_cpu.json"
 BATCHED = "seconds an image by `best`, as certified"
 HEADS = ("model", "data", "M parameters", "certified, %", "method", "seconds", "MiB", BATCHED)

@@ -13,9 +13,10 @@ import yaml
 
 import certify.__main__ as certify
 import certizoo.__main__ as program
+from certizoo.config.compose import CONFIGS
 from docs.generate import docstrings, formulas, headings, links, made
 from docs.generate.commands import commands_of, parsers
-from docs.generate.config_keys import CONFIGS, groups
+from docs.generate.config_keys import groups
 from tests.docs.conftest import built
 from tests.tools.launching import ROOT
 

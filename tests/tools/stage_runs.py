@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from certify.rows import records
 from certify.stage import run as stage
 from certizoo.attacks import AttackConfig
 from certizoo.shards import DataConfig
@@ -15,6 +16,7 @@ SETTINGS = stage.Settings(
     batch_size=20,
     attack=AttackConfig(norm="l2", steps=10, loss="margin"),
 )
+SUBJECT: dict[str, Any] = dict.fromkeys(records.KEYS, "x") | {"first": 0, "images": 1}
 
 
 def data(root: Path) -> DataConfig:

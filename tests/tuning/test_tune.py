@@ -269,7 +269,7 @@ def test_an_adopted_checkpoint_is_of_this_trial_and_only_searched_keys_may_diffe
     folder = theirs / "checkpoints" / checkpoint.tag(12)
     folder.mkdir(parents=True)
     prints = {"penalty.lambda_q": 1e-3, "model.depth": 2}
-    position = {"step": 12, "epoch": 1, "batch_in_epoch": 0}
+    position = {"step": 12, "epoch": 1, "batch_in_epoch": 0, "before": []}
     mark = {"format": checkpoint.FORMAT, "position": position, "world_size": 1, "files": {}, "sha256": {}}
     mark |= {"fingerprint": prints}
     (theirs / trial.STATE).write_text("theirs")

@@ -17,6 +17,7 @@ import yaml
 
 import zoo
 from certizoo import UserError
+from certizoo.norms import NAMES
 from zoo import hub
 from zoo.__main__ import main
 from zoo.weights import table
@@ -130,7 +131,7 @@ def test_the_card_has_the_figures_of_the_table(tmp_path: Path) -> None:
         assert yaml.safe_load(card.split("---\n")[1])["datasets"] == [said.dataset]
         for norm, curve in said.certified.items():
             for eps, share in curve.items():
-                assert f"| {table.NORMS[norm]} | {eps:.4g} | {share:.1f} |" in card
+                assert f"| {NAMES[norm]} | {eps:.4g} | {share:.1f} |" in card
         assert said.sha256 in card
         assert PLACE in card
         assert json.loads(config)["architecture"] == said.name

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from certizoo import UserError
+from certizoo.__main__ import SCRIPTS
 from certizoo.config.compose import compose_config
 from certizoo.config.help import config_help, wants_help
 from certizoo.errors import one_line_errors
@@ -37,7 +38,6 @@ from trainers.job.keys import TrainerKeys
 from trainers.job.stages import prepare_first
 
 STATUS_MISSING = 1
-SCRIPTS = ("adv_train", "std_train", "constrain")  # each has a configuration of the same name
 
 
 @one_line_errors

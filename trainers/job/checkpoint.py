@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MARK = "complete.json"
 STARTED = "started.json"  # in the run folder: the mark of step 0, which no checkpoint is written for
 MAX_WORKERS = 512
-FORMAT = 2  # 1 was DeepSpeed's: pickles
+FORMAT = 2  # another number is refused
 FILE = re.compile(r"(rank\d{5}|buffers|ema)\.safetensors")
 TAG, DIGEST = re.compile(r"step\d{8,15}"), re.compile("[0-9a-f]{64}")
 
@@ -160,7 +160,7 @@ def to_resume(run_dir: Path) -> Saved | None:
 
 
 def _started(path: Path) -> Saved | None:
-    """Return the mark of step 0; None for a run of an earlier version, which left none."""
+    """Return the mark of step 0; None for a run that was killed before it wrote one."""
     if not _is_file(path):
         return None
     try:
@@ -178,11 +178,8 @@ def read(path: Path) -> Saved | None:
     if not _is_file(path / MARK):
         return None
     mark = read_json(path / MARK)
-    if isinstance(mark, dict) and mark.get("format", 1) != FORMAT:
-        raise UserError(
-            f"{path} was written by another version, as pickles, which are not read because they may hold "
-            "code; use that version, or start anew with name=ANOTHER"
-        )
+    if isinstance(mark, dict) and mark.get("format") != FORMAT:
+        raise UserError(f"{path} was written by another version; use that version, or start anew with name=ANOTHER")
     try:
         saved = _saved(path.name, mark)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -197,9 +194,9 @@ def read(path: Path) -> Saved | None:
 def _saved(name: str, mark: dict[str, Any]) -> Saved:
     """Check the type of every value. Raises ValueError, KeyError or TypeError."""
     given = dict(mark["position"])
-    before = tuple(tuple(Reading(*values)) for values in given.pop("before", ()))
+    before = tuple(tuple(Reading(*values)) for values in given.pop("before"))
     position = Position(**given, before=before)
-    ranks = 1 if mark["world_size"] is None and not position.batch_in_epoch else mark["world_size"]
+    ranks = mark["world_size"]
     counts = [*given.values(), *mark["files"].values(), *chain(*before), ranks]
     right = all(type(count) is int and 0 <= count < 2**53 for count in counts)
     if not right or tag(position.step) != name:

@@ -22,8 +22,7 @@ from trainers.settings import (
     PenaltyConfig,
     TrainConfig,
 )
-
-HANDOVER = "handover"  # the folder in run_dir with float32 weights and the configuration
+from zoo.handover import RUN_FOLDER
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Job:
     @property
     def handover(self) -> Path:
         """Return the folder of the hand-over."""
-        return self.run_dir / HANDOVER
+        return self.run_dir / RUN_FOLDER
 
     @property
     def fingerprint(self) -> dict[str, Any]:

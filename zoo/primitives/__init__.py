@@ -1,6 +1,6 @@
 """Primitive operations as modules with rules: what a captured model is rebuilt from, and torch's layers for conv nets.
 
-`PRIMITIVES` are the types registered here; tests/zoo/test_primitives.py attacks every one of them.
+`PRIMITIVES` are the types registered here; tests/zoo/primitives attacks every one of them.
 """
 
 from torch import nn

@@ -9,6 +9,7 @@ from pathlib import Path
 from certizoo import UserError
 from certizoo.documents import read_yaml
 from certizoo.files import sha256
+from certizoo.norms import L2, NAMES
 from zoo.weights import fetch
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"  # of every hand-over
@@ -16,7 +17,6 @@ HERE = Path(__file__).parent
 TABLE = HERE / "table.yaml"
 PACKAGE = "package"
 MIRROR = "CERTIZOO_WEIGHTS"  # environment: a folder, URL or hf-hub: with a folder per model, which replaces `source`
-NORMS = {"l2": "L2", "linf": "Linf"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Entry:
     clean: float
     certified: Mapping[str, Mapping[float, float]]
 
-    def words(self, norms: Mapping[str, str] = NORMS) -> str:
+    def words(self, norms: Mapping[str, str] = NAMES) -> str:
         """Return 'cifar10 (1000 images): clean 61.0 %; certified L2 0.1: 54.5 %, ...' for these norms."""
         shares = [
             f"{norms[norm]} {eps:.4g}: {share:.1f} %"
@@ -46,7 +46,7 @@ class Entry:
     @property
     def headline(self) -> str:
         """The text '54.5 at 0.1': the L2 share at 0.1, or at the eps nearest to it."""
-        curve = self.certified.get("l2") or next(iter(self.certified.values()))
+        curve = self.certified.get(L2) or next(iter(self.certified.values()))
         eps = min(curve, key=lambda eps: abs(eps - 0.1))
         return f"{curve[eps]:.1f} at {eps:.4g}"
 

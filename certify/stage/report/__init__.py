@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from certify.rows.intervals import NAMES, eps_in
-from certify.rows.summary import norm_of
+from certify.rows.intervals import eps_in
 from certify.stage.report.accuracy import curve, grid, tiles
 from certify.stage.report.html import data, document, el
 from certify.stage.report.images import borderline, histograms
 from certify.stage.report.model import Circumstances, costs, facts
 from certify.stage.report.style import CSS
+from certizoo.norms import NAMES
 
 __all__ = ["Circumstances", "report"]
 
@@ -25,7 +25,7 @@ def report(
 ) -> str:
     """Return the page of a certificate and its rows. `pictures` maps the rows of `gallery.chosen` to data: URIs."""
     name = str(summary["model"]["name"])
-    norm = norm_of(summary)
+    norm = summary["norm"]
     words = f"Certified {NAMES[norm]} robustness by {summary['method']} on {summary['images']} test images of "
     return document(
         f"{name}: certified robustness",

@@ -3,17 +3,18 @@
 import numpy as np
 import pandas as pd
 
-from certify.rows.intervals import NAMES, axis_of, end_of_axis, eps_in, interval, percent, radius_in, wilson
-from certify.rows.summary import Summary, norm_of
+from certify.rows.intervals import axis_of, end_of_axis, eps_in, interval, percent, radius_in, wilson
+from certify.rows.summary import Summary
 from certify.stage.report.charts import Axes, legend, picture
 from certify.stage.report.html import Element, el, table
+from certizoo.norms import NAMES
 
 CURVE_POINTS = 240
 
 
 def tiles(summary: Summary) -> Element:
     """Return the four figures of the headline."""
-    norm, n = norm_of(summary), summary["images"]
+    norm, n = summary["norm"], summary["images"]
     at = summary["accuracy"][f"{summary['headline_eps']:g}"]
     eps = eps_in(norm, summary["headline_eps"])
     shares = {"clean": summary["clean"], f"after PGD, eps {eps}": at["pgd"], f"certified, eps {eps}": at["certified"]}
@@ -27,7 +28,7 @@ def tiles(summary: Summary) -> Element:
 
 def grid(summary: Summary) -> Element:
     """Return the table with one row per eps."""
-    norm = norm_of(summary)
+    norm = summary["norm"]
     head = [
         f"{NAMES[norm]} eps",
         "clean %",
@@ -58,7 +59,7 @@ def curve(summary: Summary, rows: pd.DataFrame) -> list[Element]:
     eps = np.linspace(0, end, CURVE_POINTS)
     shares = (radius[:, None] >= eps).mean(0)
     band = 100 * np.array([wilson(float(share), n) for share in shares])
-    norm = norm_of(summary)
+    norm = summary["norm"]
     unit, label = axis_of(norm)
     axes = Axes((0.0, unit * end), (0.0, 100.0))
     level = {"x1": axes.x(0), "x2": axes.x(unit * end), "y1": axes.y(100 * clean), "y2": axes.y(100 * clean)}

@@ -6,18 +6,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from certify.rows.intervals import NAMES, axis_of, eps_in, radius_in
-from certify.rows.summary import Summary, norm_of
+from certify.rows.intervals import axis_of, eps_in, radius_in
+from certify.rows.summary import Summary
 from certify.stage.report import gallery
 from certify.stage.report.charts import histogram, legend
 from certify.stage.report.html import Element, data, el
+from certizoo.norms import NAMES
 
 KINDS = {"certified": "certified", "not certified": "open", "unknown": "unknown", "misclassified": "wrong"}  # -> CSS
 
 
 def histograms(summary: Summary, rows: pd.DataFrame) -> list[Element]:
     """Return margins of all images and radii of the correct ones, coloured by the answer at the headline eps."""
-    eps, norm = summary["headline_eps"], norm_of(summary)
+    eps, norm = summary["headline_eps"], summary["norm"]
     unit, _ = axis_of(norm)
     kind = np.where(rows["correct"], rows[f"certified.{eps:g}"], "misclassified")
     margins, radii = (rows[column].to_numpy(float) for column in ("margin", f"radius.{summary['method']}"))
@@ -71,7 +72,7 @@ def _figure(summary: Summary, row: dict[Any, Any], uri: str, names: Sequence[str
         "label": called(row["label"]),
         "predicted": called(row["prediction"]),
         "margin": f"{row['margin']:.4g}",
-        "radius": radius_in(norm_of(summary), radius),
+        "radius": radius_in(summary["norm"], radius),
         "proof": str(row[f"certified.{eps}"]),
         "PGD": "withstood" if row[f"pgd.{eps}"] else "beaten",
     }

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from certify.rows.intervals import NAMES, at_most, eps_in, percent
-from certify.rows.summary import Summary, norm_of
+from certify.rows.intervals import at_most, eps_in, percent
+from certify.rows.summary import Summary
 from certify.stage.report.html import Element, data, el
+from certizoo.norms import NAMES
 from zoo import penalty
 
 SIDE_FILES = ("certificate.json", "certificates.parquet", "card.md", "curve.png")
@@ -89,7 +90,7 @@ def facts(summary: Summary, circumstances: Circumstances) -> list[Element]:
         "image list": f"sha256 {summary['image_list_sha256']}",
         "weights": f"sha256 {summary['weights_sha256']}",
         "method": summary["method"],
-        "threat model": f"{NAMES[norm_of(summary)]} ball in {summary['threat_model']['space']}",
+        "threat model": f"{NAMES[summary['norm']]} ball in {summary['threat_model']['space']}",
         "attack": f"PGD, {attack['steps']} steps, {attack['restarts']} restart(s), {attack['loss']} loss, same images",
         "numerics": f"{numerics['dtype']}; {numerics['norms']}; {numerics['slack']}",
         "chance": f"the bounds of an image fail with a probability of at most {image}, any of all images with {table}",

@@ -8,10 +8,10 @@ import sys
 from contextlib import suppress
 
 from certizoo import UserError
+from certizoo.ports import LOOPBACK
 from certizoo.processes import end_group
 from certizoo.registry.server import credentials, store
 
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 LOOK_SECONDS = 0.2  # maximum delay before a signal is handled
 
 

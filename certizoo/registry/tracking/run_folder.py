@@ -152,7 +152,7 @@ def _rows(run_dir: Path, state: Tracked) -> Iterator[tuple[list[Point], int]]:
             if not line.endswith(b"\n") and len(line) < MAX_LINE:
                 return
             try:
-                yield _points(line, state.began), file.tell()
+                yield _points(line), file.tell()
             except (ValueError, OverflowError, RecursionError) as error:
                 raise UserError(
                     f"{run_dir / ROWS}: the line before byte {file.tell()} is not a row of metrics "
@@ -160,10 +160,10 @@ def _rows(run_dir: Path, state: Tracked) -> Iterator[tuple[list[Point], int]]:
                 ) from None
 
 
-def _points(line: bytes, began: int) -> list[Point]:
-    """Return the metrics of a row. Rows of earlier versions have no time."""
+def _points(line: bytes) -> list[Point]:
+    """Return the metrics of a row."""
     row = checks.mapping(json.loads(line), "a row")
-    step, at = row.pop("step", None), row.pop("time", began)
+    step, at = row.pop("step", None), row.pop("time", None)
     row.pop("epoch", None)
     checks.whole(step, "step")
     checks.whole(at, "time")

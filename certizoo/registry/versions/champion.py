@@ -35,7 +35,6 @@ CHAMPION = "champion"
 BY, HAND, RULE = "champion_by", "hand", "rule"
 IMAGES = "champion_images"  # tag: the least number of images that the publisher wants for a champion's certificate
 ENOUGH = 300
-SETTLED = 20  # tags removed by one election: earlier code left one on every former champion
 ASKED = ("dataset", version_tags.DATA, "norm", "headline")
 
 Tags = Mapping[str, str]
@@ -69,8 +68,7 @@ def elect_champion(client: "MlflowClient", name: str, version: str) -> Standing:
         _give(client, board, winner)
         board = Board.read(client, name, version)
     if winner is not None:
-        former = [v for v, tags in board.tags.items() if v != board.holder and tags.get(BY) == RULE]
-        for loser in former[:SETTLED]:
+        for loser in (v for v, tags in board.tags.items() if v != board.holder and tags.get(BY) == RULE):
             store.found(client.delete_model_version_tag, name, loser, BY)
     return Standing(True) if board.holder == version else Standing(False, board.why_not(version))
 
@@ -111,7 +109,7 @@ class Board:
         overall, holder = (store.found(client.get_model_version_by_alias, name, key) for key in (CHAMPION, alias))
         tags: dict[str, Tags] = _search(client, name, f"tags.{BY} LIKE '%'") | {version: own}
         tags |= {str(holder.version): holder.tags} if holder else {}
-        if every or (not (holder and _may_hold(holder.tags)) and not any(_missing(own))):
+        if every or ((holder is None or any(_missing(holder.tags))) and not any(_missing(own))):
             tags |= _search(client, name, equal={tag: own[tag] for tag in ASKED if tag in own})
         rivals = {number: t for number, t in tags.items() if t.get("dataset", "") == dataset}
         held = str(holder.version) if holder else None
@@ -126,9 +124,8 @@ class Board:
 
     def by_rule(self, asking: str) -> str | None:
         """Return the best answer to the holder's question or, without a holder, to that of `asking`."""
-        holder = self.holder if self.holder and _may_hold(self.tags[self.holder]) else None
-        question = self.tags[holder or asking]
-        rivals = [v for v, tags in self.tags.items() if v == holder or _is_candidate(tags, question)]
+        asked = self.holder if self.holder and not any(_missing(self.tags[self.holder])) else asking
+        rivals = [v for v, tags in self.tags.items() if _is_candidate(tags, self.tags[asked])]
         return max(rivals, key=lambda v: (*rank(self.tags[v]), -int(v)), default=None)
 
     def why_not(self, version: str) -> str:
@@ -154,10 +151,8 @@ def figure(tags: Tags) -> str:
 
 
 def rank(tags: Tags) -> tuple[bool, float]:
-    """Return the key to compare by. A version of earlier code states no lower bound: its share is used instead."""
-    low = tags.get(_low(tags), tags.get(tags.get("headline", ""), ""))
-    value = version_tags.number(low)
-    return _count(tags.get("images")) >= ENOUGH, value if value == value else -1.0
+    """Return the key to compare candidates by."""
+    return _count(tags.get("images")) >= ENOUGH, version_tags.number(tags[_low(tags)])
 
 
 def _is_candidate(tags: Tags, question: Tags) -> bool:
@@ -177,20 +172,10 @@ def _missing(tags: Tags) -> Iterator[str]:
 
 
 def _differences(tags: Tags, question: Tags) -> Iterator[str]:
-    """List the differences of the questions. Earlier code does not state the shards of a certificate."""
+    """List the differences of the questions."""
     for tag in ASKED:
-        if tag in question and tags.get(tag) != question[tag]:
-            yield f"{tag} {tags.get(tag, '?')[:24]} instead of {question[tag][:24]}"
-
-
-def _may_hold(tags: Tags) -> bool:
-    """Return True if a version may hold the alias.
-
-    Versions of earlier code state less than a candidate and may hold it. A version with too few images does not fix the
-    question.
-    """
-    share = version_tags.number(tags.get(tags.get("headline", ""), ""))
-    return share == share and _count(tags.get("images")) >= _wanted(tags)
+        if tags.get(tag) != question.get(tag):
+            yield f"{tag} {tags.get(tag, '?')[:24]} instead of {question.get(tag, '?')[:24]}"
 
 
 def _wanted(tags: Tags) -> int:

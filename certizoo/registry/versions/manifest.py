@@ -49,18 +49,16 @@ def verify_loaded(folder: Path) -> None:
     tags = _tags_of(folder)
     if tags is not None:
         verify(folder, tags, what)
-    elif (folder / FILE).is_file():
+    else:
         _as_listed(folder, what)
         logger.warning("%s is unknown to this registry; its files agree with their own list only", what)
-    else:
-        logger.warning("%s has no list of its files, so nothing binds them", what)
     _say_other_code(folder)
 
 
 def _as_listed(folder: Path, what: str) -> None:
     listed: Any = read_json(folder / FILE)
     digests = listed.get("files") if isinstance(listed, dict) else None
-    if not isinstance(digests, dict):
+    if not isinstance(digests, dict) or not isinstance(listed.get("code"), dict):
         raise UserError(f"{folder / FILE} is not a list of files; remove {folder} and fetch the version again")
     for name in sorted({*digests, *_files(folder)}):
         _same_digest(folder, name, digests.get(name), what)
@@ -101,7 +99,7 @@ def _tags_of(folder: Path) -> dict[str, str] | None:
 
 
 def _say_other_code(folder: Path) -> None:
-    made = read_json(folder / FILE).get("code", {}) if (folder / FILE).is_file() else {}
-    if made.get("sha256", code_sha256()) != code_sha256():
+    made = read_json(folder / FILE)["code"]
+    if made.get("sha256") != code_sha256():
         commit = plain(str(made.get("git_commit")))[:40]
         logger.warning("%s was published by other code (commit %s) than serves it (%s)", folder, commit, git_commit())

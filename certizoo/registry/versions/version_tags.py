@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from certizoo import UserError
+from certizoo.norms import L2, NAMES
 
 WEIGHTS, DATA = "weights_sha256", "data_digest"
 CERTIFIED, LOW = "certified_acc", "certified_low"  # with .EPS: the share of images, and its lower confidence bound
-L2 = "l2"  # the norm of a share that names none
-NORMS = (L2, "linf")
 # tag -> its place in certificate.json
 STATED = {
     "clean_acc": ("clean",),
@@ -92,7 +91,7 @@ def parts(name: str) -> tuple[str, str, str]:
     """Split a share's name into (family, norm, eps); `certified_acc.l2.0.1` is `certified_acc.0.1`."""
     family, _, rest = name.partition(".")
     norm, _, eps = rest.partition(".")
-    return (family, norm, eps) if norm in NORMS else (family, L2, rest)
+    return (family, norm, eps) if norm in NAMES else (family, L2, rest)
 
 
 def number(text: str) -> float:
@@ -109,11 +108,11 @@ def _letters(name: str) -> str:
 
 
 def _at(certificate: Any, path: tuple[str, ...]) -> Any:
-    """Return the certificate's value; None if it is missing. Certificates of earlier code knew one norm, L2."""
+    """Return the certificate's value; None if it is missing."""
     found = certificate
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
-    return L2 if found is None and path == STATED["norm"] else found
+    return found
 
 
 def _same(text: str, stated: Any) -> bool:

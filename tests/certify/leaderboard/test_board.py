@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from certify.__main__ import main
+from certify.leaderboard.entry import PROVED
 from certify.leaderboard.of_results import entry_of, summary_of
 from certify.leaderboard.recheck import likely
 from certify.leaderboard.rows import forged, rows_of
@@ -116,7 +117,7 @@ def test_a_changed_figure_is_refused(
 def test_figures_of_others_and_other_methods_are_not_done_again(
     changed: Callable[..., Path], handover: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    published = changed(lambda entry: entry.update(published=True))
+    published = changed(lambda entry: (entry.update(published=True), [entry.pop(key) for key in PROVED]))
     assert "a figure published by others" in refusal(capsys, published, handover, digits)
     other = changed(lambda entry: entry.update(method="global Lipschitz bound"))
     assert "cannot be rechecked" in refusal(capsys, other, handover, digits)
@@ -126,14 +127,14 @@ def test_an_entry_says_in_which_type_its_model_is_served(
     made: Path, results: Path, handover: Path, digits: Path, changed: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The default of `certify` is float32; entries without the field mean the float64 function."""
+    """The default of `certify` is float32; null means the float64 function."""
     entry = json.loads(made.read_text())
     assert entry["served_dtype"] == "float32"
     assert "served in float32, rounding included" in entry["soundness"]
     assert "served_dtype=float32" in entry["command"]
-    earlier = changed(lambda entry: (entry.pop("served_dtype"), entry.update(sound="exact")))
-    jsonschema.validate(json.loads(earlier.read_text()), SCHEMA)
-    assert "are of served_dtype=float32" in refusal(capsys, earlier, handover, digits, f"results=[{results}]")
+    exact = changed(lambda entry: entry.update(served_dtype=None, sound="exact"))
+    jsonschema.validate(json.loads(exact.read_text()), SCHEMA)
+    assert "are of served_dtype=float32" in refusal(capsys, exact, handover, digits, f"results=[{results}]")
     other = changed(lambda entry: entry.update(method="crown"))
     assert "served_dtype='float32': set null, or one of" in refusal(capsys, other, handover, digits)
     other = changed(lambda entry: entry.update(served_dtype="float16"))

@@ -47,13 +47,14 @@ def test_the_schema_and_the_reader_know_the_same_fields() -> None:
         return {kind for word in words for kind in ((int, float) if word == "number" else (kinds[word],))}
 
     assert {key: types(said) for key, said in SCHEMA["properties"].items()} == {
-        key: set(kind) for key, kind in (entry.FIELDS | entry.OPTIONAL).items()
+        key: set(kind) for key, kind in (entry.FIELDS | entry.PROVED).items()
     }
     point = SCHEMA["$defs"]["curve"]["additionalProperties"]["properties"]
     assert {key: types(said) for key, said in point.items()} == {key: set(kind) for key, kind in entry.POINT.items()}
     nonce = SCHEMA["properties"]["nonces"]["items"]
     assert set(nonce["required"]) == set(nonce["properties"]) == set(entry.NONCE)
     assert set(SCHEMA["required"]) == set(entry.FIELDS)
+    assert set(SCHEMA["then"]["required"]) == set(entry.PROVED)
 
 
 CHANGES = {
@@ -68,6 +69,9 @@ CHANGES = {
     "type": (lambda e: e.update(published="no"), "published is 'no'"),
     "chance": (lambda e: e.update(failure_probability=2), "is '2', not a probability"),
     "nonce": (lambda e: e.update(nonces=["n1"]), r"nonces\.0 is 'n1'"),
+    "no nonce": (lambda e: e.update(nonces=[]), "nonces is empty"),
+    "no nonces": (lambda e: e.pop("nonces"), "nonces is missing"),
+    "others' nonces": (lambda e: e.update(published=True), "failure_probability is unknown"),
     "origin": (lambda e: e.update(nonces=[{"nonce": "n1", "beacon": None}]), r"nonces\.0\.origin is missing"),
     "path": (lambda e: e.update(name="../x"), "not a valid folder name"),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from certify.__main__ import main
 from certify.leaderboard import nonces
-from certify.leaderboard.of_results import entry_of, failure_of, summary_of
+from certify.leaderboard.of_results import failure_of
 from certify.leaderboard.rows import rows_of
 from certify.rows.draws import derived_nonce
 from certify.rows.summary import chances
@@ -106,19 +106,22 @@ def test_a_nonce_and_a_beacon_are_too_much(
     assert "exclude each other" in refusal(capsys, *words)
 
 
-def test_results_of_earlier_code_are_not_submitted(
+def test_an_unknown_origin_is_that_of_five_certificates_alone(
     derived: Path, handover: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They do not record the source of their nonce. Entries already made from such results stay valid."""
-    said = json.loads((derived / "certificate.json").read_text())
-    del said["nonce_origin"], said["beacon"]
+    """Theirs was not recorded. Neither another nonce nor their nonce on other weights has it."""
+    assert nonces.origins(OURS) == "unknown"
+    assert list(nonces.of_entry(OURS)) == []
+    one = OURS["nonces"][0]
+    for change in ({"nonces": [one | {"nonce": "n1"}]}, {"weights_sha256": "0" * 64}):
+        assert "has the origin 'unknown'; it must be one of" in next(nonces.of_entry(OURS | change))
     for name in ("certificates.jsonl", "certificates.parquet"):
         (tmp_path / name).write_bytes((derived / name).read_bytes())
-    (tmp_path / "certificate.json").write_text(json.dumps(said))
-    assert "drawn or given" in refusal(capsys, "submit", f"handover={handover}", f"results={tmp_path}")
-    assert "nonces" not in entry_of([summary_of(tmp_path)])
-    assert list(nonces.of_entry(OURS)) == []
-    assert "unknown origin" in nonces.origins(OURS)
+    for nonce in ("n1", one["nonce"]):
+        said = json.loads((derived / "certificate.json").read_text()) | {"nonce": nonce, "nonce_origin": "unknown"}
+        (tmp_path / "certificate.json").write_text(json.dumps(said))
+        words = refusal(capsys, "submit", f"handover={handover}", f"results={tmp_path}")
+        assert "has the origin 'unknown'" in words
 
 
 def test_a_table_fails_where_any_of_its_images_does() -> None:
@@ -128,11 +131,5 @@ def test_a_table_fails_where_any_of_its_images_does() -> None:
     assert found["failure_probability_of_an_image"] == 5e-8
     assert 7e-8 <= found["failure_probability_of_the_table"] <= 7e-8 * (1 + 1e-8)
     assert chances(table.assign(failure=0.9))["failure_probability_of_the_table"] == 1
-    said, old = (
-        {"numerics": found, "images": 4},
-        {"numerics": {"failure_probability_of_an_image": 1e-7}, "images": 1000},
-    )
-    both = failure_of([said, old])
-    assert both is not None
-    assert 1.0007e-4 <= both <= 1.0008e-4
-    assert failure_of([said, {}]) is None
+    other = {"numerics": {"failure_probability_of_the_table": 1e-4}}
+    assert 1.0007e-4 <= failure_of([{"numerics": found}, other]) <= 1.0008e-4

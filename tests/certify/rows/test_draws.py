@@ -4,12 +4,16 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from certify.rows.draws import DRAWN, GIVEN, UNKNOWN, Nonce, nonce_of
+import pytest
+
+from certify.rows.draws import DRAWN, GIVEN, Nonce, nonce_of
+from certizoo import UserError
+from tests.tools.stage_runs import SUBJECT
 
 
 def rows_with(folder: Path, said: Mapping[str, object]) -> Path:
     folder.mkdir()
-    (folder / "subject.json").write_text(json.dumps(said))
+    (folder / "subject.json").write_text(json.dumps({**SUBJECT, **said}))
     (folder / "rows.jsonl").write_text("{}\n")
     return folder / "rows.jsonl"
 
@@ -27,7 +31,8 @@ def test_that_of_the_rows_stays_what_it_is(tmp_path: Path) -> None:
     rows = rows_with(tmp_path / "a", drawn.said())
     assert nonce_of(None, rows) == nonce_of("n1", rows) == drawn
     assert nonce_of("n2", rows) == Nonce("n2", GIVEN)
-    assert nonce_of(None, rows_with(tmp_path / "b", {"nonce": "old"})) == Nonce("old", UNKNOWN)
+    with pytest.raises(UserError, match=r"another version, as its nonce_origin is .*; remove .* and certify again"):
+        nonce_of(None, rows_with(tmp_path / "b", {"nonce": "n1", "nonce_origin": None}))
 
 
 def test_that_of_parts_is_taken_over(tmp_path: Path) -> None:

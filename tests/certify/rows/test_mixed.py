@@ -15,6 +15,7 @@ import torch
 
 import zoo
 from certify.evaluation import run as evaluation
+from certify.leaderboard.of_results import summary_of
 from certify.papers import analysis, feature_report
 from certify.rows import records
 from certify.rows.images import image_list
@@ -163,6 +164,18 @@ def test_rows_without_their_subject_are_refused(note: str | None, handover: Path
         (out / "stage" / records.SUBJECT).write_text(note)
     with pytest.raises(UserError, match=r"subject\.json|another"):
         stage_run(handover, digits, out / "stage")
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("kind", RUNS)
+def test_results_without_a_key_of_this_version_are_refused(kind: str, finished: Path, tmp_path: Path) -> None:
+    """No earlier key is guessed: the command names the key and what to do."""
+    for name, read in ((records.SUBJECT, records.subject_in), (FILES[kind][2], summary_of)):
+        said = json.loads((finished / kind / name).read_text())
+        for key in records.KEYS:
+            (tmp_path / name).write_text(json.dumps({k: value for k, value in said.items() if k != key}))
+            with pytest.raises(UserError, match=f"{name} was written by another version, as its {key} is missing"):
+                read(tmp_path)
 
 
 @pytest.mark.hostile

@@ -13,7 +13,7 @@ from certify.rows.images import ImageList
 from certify.rows.row_schema import Row, RowSchema
 from certify.rows.workers import Batch, Crew
 from certizoo import UserError
-from tests.tools.stage_runs import data
+from tests.tools.stage_runs import SUBJECT, data
 
 TOTAL, SIZE = 25, 10
 HANDOVER = Path()  # no model is involved
@@ -36,7 +36,7 @@ def listed(digits: Path) -> ImageList:
 
 
 def subject(method: str = "any") -> dict[str, object]:
-    return {"images": TOTAL, "method": method}
+    return SUBJECT | {"images": TOTAL, "method": method}
 
 
 @pytest.mark.parametrize(

@@ -88,20 +88,6 @@ def test_parts_that_do_not_fit_are_refused(handover: Path, digits: Path, tmp_pat
             certified(handover, digits, tmp_path / "joined", Share(0, parts))
 
 
-def test_rows_of_earlier_code_are_of_the_first_images(handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Earlier code had no ranges and no column for predictions without content."""
-    part = certified(handover, digits, tmp_path / "a", images=10)
-    said = json.loads((part / "subject.json").read_text())
-    (part / "subject.json").write_text(json.dumps({key: value for key, value in said.items() if key != "first"}))
-    lines = [json.loads(line) for line in (part / stage.ROWS).read_text().splitlines()]
-    for line in lines:
-        del line["correct_without_content"]
-    (part / stage.ROWS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    joined = certified(handover, digits, tmp_path / "joined", Share(0, (part,)))
-    assert json.loads((joined / stage.CERTIFICATE).read_text())["clean_without_content"] is None
-    assert len(table(joined)) == 25
-
-
 def test_a_range_is_not_published(handover: Path, digits: Path, tmp_path: Path) -> None:
     out = certified(handover, digits, tmp_path / "b", Share(10), images=10)
     assert "test images 10 to 19" in (out / stage.REPORT).read_text()

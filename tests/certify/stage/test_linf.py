@@ -112,22 +112,6 @@ def test_rows_of_another_norm_are_not_continued(
         stage.run(handover, data(digits), replace(settings, norm=second), tmp_path)
 
 
-@pytest.mark.parametrize(("norm", "goes_on"), [("l2", True), ("linf", False)])
-def test_rows_of_earlier_code_are_of_l2(norm: str, goes_on: bool, handover: Path, digits: Path, tmp_path: Path) -> None:
-    """Their subject does not name a norm."""
-    settings = replace(SETTINGS, method="lofast", norm="l2", images=4, batch_size=2, eps=(0.01,), headline_eps=0.01)
-    stage.run(handover, data(digits), settings, tmp_path)
-    note = tmp_path / "subject.json"
-    subject = json.loads(note.read_text())
-    del subject["norm"]
-    note.write_text(json.dumps(subject))
-    if goes_on:
-        stage.run(handover, data(digits), settings, tmp_path)
-    else:
-        with pytest.raises(UserError, match="another norm"):
-            stage.run(handover, data(digits), replace(settings, norm=norm), tmp_path)
-
-
 def test_tags_have_the_norm_in_their_names_and_champions_answer_one(
     out: Path, summary: dict[str, Any], handover: Path, digits: Path, tmp_path: Path, store_in: str,
     monkeypatch: pytest.MonkeyPatch,

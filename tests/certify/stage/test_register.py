@@ -90,7 +90,10 @@ def test_swapped_weights_in_the_store_are_not_served(published: str, tmp_path: P
     mlflow.set_tracking_uri(published)
     mlflow.set_registry_uri(published)
     served = mlflow.pyfunc.load_model("models:/digits@champion")
-    assert served.predict(torch.rand(2, 1, 8, 8).numpy()).shape == (2, 10)
+    images = torch.rand(2, 1, 8, 8).numpy()
+    assert served.predict(images).shape == (2, 10)
+    with pytest.raises(UserError, match=r"images must lie in \[0,1\]"):
+        served.predict(255 * images)
     (weights,) = (tmp_path / "mlartifacts").rglob("model.safetensors")
     other_weights(weights)
     with pytest.raises(UserError, match="not what was published"):

@@ -93,16 +93,6 @@ def test_a_first_champion_of_few_images_yields_to_any_of_enough(issue: Issue) ->
     assert not issue(1.0, images=20, tags=few).champion
 
 
-def test_a_champion_of_earlier_code_is_beaten_on_its_own_question(issue: Issue, store_in: str) -> None:
-    """It states no bound, shards or weights, so its share is taken as its bound."""
-    issue(0.5)
-    client = store.connect(store_in)
-    for tag in ("certified_low.0.1", "data_digest", "weights_sha256"):
-        client.delete_model_version_tag("tiny", "1", tag)
-    assert not issue(0.52).champion  # its own bound is below 0.5
-    assert issue(0.6).champion
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["registry", *arguments])
     main()

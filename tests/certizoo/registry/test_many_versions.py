@@ -117,7 +117,7 @@ def test_the_list_is_the_head_of_all(
 def test_after_its_champion_is_deleted_the_best_of_all_is_elected(
     registry: Callable[[Path, int], str], tmp_path: Path
 ) -> None:
-    """Earlier code and elections have left no tag on any of them."""
+    """None of them has the tag of a champion."""
     uri = registry(tmp_path, 30)
     best = select(browse.versions("tiny", uri), sort=HEADLINE)[1]
     store.connect(uri).delete_model_version("tiny", "1")

@@ -87,7 +87,7 @@ def listing(name: str, digest: str = "0" * 64, size: Any = 1) -> Callable[[Mark]
 
 
 MARKS: dict[str, Callable[[Mark], Any]] = {
-    "of the version with pickles": lambda mark: {key: value for key, value in mark.items() if key != "format"},
+    "of no format": lambda mark: {key: value for key, value in mark.items() if key != "format"},
     "of another format": said(format=3),
     "no dictionary": lambda mark: [mark],
     "nothing": lambda mark: {"format": 2},

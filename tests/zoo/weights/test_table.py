@@ -12,6 +12,7 @@ from benchmarks.record import RESULTS
 from certizoo import UserError
 from certizoo.documents import read_yaml
 from certizoo.files import sha256
+from certizoo.norms import NAMES
 from zoo.__main__ import main
 from zoo.weights import table
 
@@ -47,7 +48,7 @@ def test_its_figures_are_those_of_the_certificates_of_these_weights(entry: zoo.w
 def test_a_name_with_weights_is_a_model_of_the_zoo(entry: zoo.weights.Entry) -> None:
     assert entry.name in zoo.list_models()
     assert len(entry.sha256) == len(entry.config_sha256) == 64
-    assert set(entry.certified) <= set(table.NORMS)
+    assert set(entry.certified) <= set(NAMES)
 
 
 @pytest.mark.parametrize("entry", IN_PACKAGE, ids=lambda entry: entry.name)
