@@ -42,7 +42,7 @@ def test_cores_load_the_bytes_that_are_read() -> None:
     assert cores * bytes_of_a_core == pytest.approx(read * 1e9, rel=0.02)
 
 
-def test_the_page_has_four_tables() -> None:
+def test_the_page_has_three_tables() -> None:
     page = filled("<!-- made at build: scale -->")
-    assert page.count("\n| ---") == 4
+    assert page.count("\n| ---") == 3
     assert page.count("](../../benchmarks/results/") > 5
