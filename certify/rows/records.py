@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import UnionType
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from certify.rows.row_schema import Listed, Row, RowSchema
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 SUBJECT, DIGESTS = "subject.json", "rows_sha256"
 CERTIFICATES, CERTIFICATE = "certificates.jsonl", "certificate.json"  # an evaluation reads them, too
-KEYS: dict[str, type | UnionType] = {
-    **dict.fromkeys(("weights_sha256", "data_digest", "images_sha256", "certizoo"), str),
-    **dict.fromkeys(("norm", "nonce", "nonce_origin"), str),
-    **dict.fromkeys(("method", "served_dtype", "beacon"), str | None),
-    **dict.fromkeys(("first", "images"), int),
+KEYS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("weights_sha256", "data_digest", "images_sha256", "certizoo"), (str,)),
+    **dict.fromkeys(("norm", "nonce", "nonce_origin"), (str,)),
+    **dict.fromkeys(("method", "served_dtype", "beacon"), (str, NoneType)),
+    **dict.fromkeys(("first", "images"), (int,)),  # true is no number
 }  # of every subject and summary
 SAME_NONCE = ("nonce_origin", "beacon")  # keys that may differ, as only the nonce itself decides rows
 OF_IMAGES = ("first", "images", "images_sha256")  # keys in which the ranges of one result differ
@@ -158,7 +158,7 @@ def require_rows(summary: Path, *names: str, **keys: type) -> dict[str, Any]:
     """
     if not summary.exists():
         return {}
-    content = _whole(summary, KEYS | {DIGESTS: dict} | keys)
+    content = _whole(summary, KEYS | {DIGESTS: (dict,)} | {key: (kind,) for key, kind in keys.items()})
     for name in names:
         if content[DIGESTS].get(name) != _digest(summary.with_name(name)):
             raise UserError(
@@ -204,11 +204,11 @@ def _same_subject(path: Path, subject: Row) -> None:
         )
 
 
-def _whole(path: Path, keys: Mapping[str, type | UnionType]) -> Row:
+def _whole(path: Path, keys: Mapping[str, tuple[type, ...]]) -> Row:
     """Read a subject or summary. Raises UserError if a key that this version writes is missing or invalid."""
     content = read_json(path)
     said: Row = content if isinstance(content, dict) else {}
-    if wrong := [key for key, kind in keys.items() if not isinstance(said.get(key, ...), kind)]:
+    if wrong := [key for key, kinds in keys.items() if type(said.get(key, ...)) not in kinds]:
         raise UserError(
             f"{path} was written by another version, as its {wrong[0]} is missing or invalid; remove {path.parent} and "
             "certify again"

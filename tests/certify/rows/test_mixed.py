@@ -176,6 +176,9 @@ def test_results_without_a_key_of_this_version_are_refused(kind: str, finished: 
             (tmp_path / name).write_text(json.dumps({k: value for k, value in said.items() if k != key}))
             with pytest.raises(UserError, match=f"{name} was written by another version, as its {key} is missing"):
                 read(tmp_path)
+        (tmp_path / name).write_text(json.dumps(said | {"first": True}))
+        with pytest.raises(UserError, match="its first is missing or invalid"):
+            read(tmp_path)
 
 
 @pytest.mark.hostile
